@@ -1,0 +1,560 @@
+"""The draft forward: predictions of an EAGLE-3 draft on captures, under a contract.
+
+One pair per position t: the target's state g_t with token x_{t+1} predicts x_{t+2}. Depth 0 is that
+prediction; depth s continues the chain that started at t with token x_{t+1+s} ("teacher") or with
+the draft's own previous prediction ("own"), its attention seeing the true pairs 0..t and its own
+chain only. That is speculators' training-time test (`models/eagle3/core.py`) and what an engine
+does while drafting.
+
+Where the speed comes from: every position needs keys and values, but only scored positions need
+queries, the MLP and logits; `fc` is a sum over slots, so each (slot, tap) product is computed once
+for any number of contracts; logits come in chunks and leave as argmax.
+
+Axes: N pairs of a batch of captures (one after another, no padding), S scored pairs, B captures,
+H hidden, k slots, Vd draft vocabulary, D depths, h query heads, g key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lib.captures import Capture
+from lib.checkpoints import Draft, Layer
+from lib.contract import Contract, Rope
+from lib.errors import ContractError
+from lib.taps import Stored, Tap
+
+LOGIT_BYTES = 32 << 20  # largest logits chunk; keeps peak memory independent of Vd
+SCORE_BYTES = 64 << 20  # largest attention score block of chain depths
+BATCH_PAIRS = 4096  # pairs per batch: large enough for the matrix library, small in memory
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a draft predicted, one row per scored pair.
+
+    Attributes:
+        capture: (S,) index into the captures given.
+        position: (S,) t, index of the state.
+        draft_ids, target_ids: (S, D) predicted ids in the draft's and the target's vocabulary.
+        truth: (S, D) the text's token x_{t+2+s}; -1 past the end.
+        in_vocab: (S, D) whether the draft can produce `truth` at all; False past the end.
+        logits: (S, D, Vd) only when asked for.
+    """
+
+    capture: Tensor
+    position: Tensor
+    draft_ids: Tensor
+    target_ids: Tensor
+    truth: Tensor
+    in_vocab: Tensor
+    contract: Contract
+    logits: Tensor | None = None
+
+    @property
+    def hit(self) -> Tensor:
+        """(S, D) bool: prediction equals the text's token."""
+        return (self.target_ids == self.truth) & (self.truth >= 0)
+
+
+@torch.no_grad()
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm as in transformers' LlamaRMSNorm: statistics in fp32 (fp64 if x is), result in x's dtype."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rope_table(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype):
+    """cos and sin, (n, rotated / 2) each, for integer positions (n,).
+
+    Frequencies and the attention factor come from transformers' `modeling_rope_utils`.
+    """
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rotated = int(head_dim * rope.partial)
+    if rope.kind == "default":
+        steps = torch.arange(0, rotated, 2, dtype=torch.int64).float()
+        inv, factor = 1.0 / (rope.theta ** (steps / rotated)), 1.0
+    else:
+        config = LlamaConfig(
+            head_dim=rotated,
+            rope_parameters={"rope_theta": rope.theta, "rope_type": rope.kind, **dict(rope.params)},
+        )
+        inv, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, device="cpu")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = positions.to(wide)[:, None] * inv.to(positions.device, wide)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of x (n, heads, d) by per-row cos and sin (n, rotated / 2)."""
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]  # (n, 1, half): the same for every head
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        out = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((out, rest), -1) if rest.shape[-1] else out
+
+
+class Batch:
+    """Some captures laid out as N pairs, with everything that contracts can share.
+
+    Cached: the states read so far, each (slot, tap) product of `fc`, and the embeddings' share of
+    the first layer's projections. Evaluating another contract reuses all of them.
+    """
+
+    def __init__(
+        self, forward: DraftForward, captures: Sequence[Capture], indices: Sequence[int], every: bool
+    ) -> None:
+        self.forward, self.captures, self.indices = forward, captures, indices
+        self.products: dict[tuple, Tensor] = {}
+        self.states: dict[Tap | Stored, Tensor] = {}
+        self.embeds: dict[tuple, Tensor] = {}
+        device = forward.device
+        self.lengths = [len(captures[i]) for i in indices]
+        counts = [n - 1 for n in self.lengths]  # pair t needs token t + 1
+        self.starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
+        self.time = torch.cat([torch.arange(n) for n in counts]).to(device)  # (N,) t
+        self.tokens = [captures[i].token_ids for i in indices]
+        picked = [
+            torch.arange(n) if every else captures[i].scored for i, n in zip(indices, counts, strict=True)
+        ]
+        self.counts = torch.tensor(counts)
+        self.scored_counts = torch.tensor([len(p) for p in picked])
+        self.scored = torch.cat(
+            [p + s for p, s in zip(picked, self.starts, strict=True)]
+        ).to(device)  # (S,) indices into N  # fmt: skip
+        self.owner = torch.repeat_interleave(torch.arange(len(indices)), self.scored_counts)
+        # (B, longest) index into N / S, and the reverse; padding points at row 0 and is masked.
+        self.pad_all, self.all_at = _padding(self.counts, device)
+        self.pad_scored, self.scored_at = _padding(self.scored_counts, device)
+        time_q = self.time[self.scored][self.pad_scored]  # (B, Tq)
+        keys = torch.arange(int(self.counts.max()), device=device)
+        self.visible = keys[None, None, :] <= time_q[:, :, None]  # (B, Tq, Tk) causal, per capture
+
+    def token_at(self, ahead: int, scored: bool) -> Tensor:
+        """Token x_{t + ahead} for every (or every scored) pair; 0 past either end of the text."""
+        out = []
+        for tokens, n in zip(self.tokens, self.counts.tolist(), strict=True):
+            at = torch.arange(n) + ahead
+            ok = (at >= 0) & (at < len(tokens))
+            out.append(torch.where(ok, tokens[at.clamp(0, len(tokens) - 1)], 0))
+        flat = torch.cat(out).to(self.forward.device)
+        return flat[self.scored] if scored else flat
+
+    def truth(self, depth: int) -> Tensor:
+        """(S,) token x_{t + 2 + depth}; -1 past the end."""
+        out = []
+        for tokens, n in zip(self.tokens, self.counts.tolist(), strict=True):
+            at = torch.arange(n) + 2 + depth
+            out.append(torch.where(at < len(tokens), tokens[at.clamp(max=len(tokens) - 1)], -1))
+        return torch.cat(out).to(self.forward.device)[self.scored]
+
+    def state(self, tap: Tap | Stored) -> Tensor:
+        """(N, Ht) states of all pairs at one tap, on the device, in the working dtype."""
+        if tap not in self.states:
+            parts = [self.captures[i].state(tap)[:-1] for i in self.indices]
+            self.states[tap] = torch.cat(parts).to(self.forward.device, self.forward.dtype)
+        return self.states[tap]
+
+    def slot_product(self, slot: int, tap: Tap | Stored, kind: str) -> Tensor:
+        """(N, H): this slot's share of `fc`, its norm weight included, for one tap."""
+        key = (slot, tap, kind)
+        if key not in self.products:
+            f, x = self.forward, self.state(tap)
+            width = x.shape[1]
+            weight = f.fc[:, slot * width : (slot + 1) * width]  # (H, Ht)
+            if kind == "input_norm":
+                x = x * f.draft.input_norm[slot * width : (slot + 1) * width]
+            elif kind == "fc_norm":
+                x = rms_norm(x, f.draft.fc_norm[slot], f.draft.eps)
+            self.products[key] = x @ weight.T
+        return self.products[key]
+
+    def fused(self, contract: Contract) -> Tensor:
+        """(N, H): what `fc` makes of the taps, or the last slot alone when `fc` is bypassed."""
+        f = self.forward
+        if not contract.use_fc:
+            return self.state(contract.taps[-1])
+        kind = contract.fc_input_norm
+        total = self.slot_product(0, contract.taps[0], kind)
+        for slot, tap in enumerate(contract.taps[1:], start=1):
+            total = total + self.slot_product(slot, tap, kind)
+        if kind == "input_norm":
+            # One RMSNorm over all slots: its scale is one number per pair, so it can come last.
+            wide = [self.state(t).to(f.wide) for t in contract.taps]
+            mean = sum(x.pow(2).sum(-1, keepdim=True) for x in wide) / sum(x.shape[1] for x in wide)
+            total = (total * torch.rsqrt(mean + f.draft.eps)).to(f.dtype)
+        return total if f.draft.fc_bias is None else total + f.draft.fc_bias
+
+    def embed_share(self, contract: Contract) -> tuple[Tensor, Tensor]:
+        """The embeddings' share of the first layer's projections: (N, 2gd) for k|v, (S, hd) for q."""
+        key = (contract.token_shift, contract.embed_scale)
+        if key not in self.embeds:
+            f = self.forward
+            normed = f.embed(self.token_at(contract.token_shift, scored=False), contract)  # (N, H)
+            self.embeds[key] = (normed @ f.kv_embed.T, normed[self.scored] @ f.q_embed.T)
+        return self.embeds[key]
+
+
+def _padding(counts: Tensor, device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Index tables between a flat list and (B, longest): gather index, and (row, column) of each item."""
+    longest = int(counts.max())
+    starts = counts.cumsum(0) - counts
+    column = torch.arange(longest)[None]
+    gather = torch.where(column < counts[:, None], starts[:, None] + column, 0)
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    column_of = torch.arange(int(counts.sum())) - starts[row]
+    return gather.to(device), (row.to(device), column_of.to(device))
+
+
+class DraftForward:
+    """A draft prepared for evaluation: projections fused once, then any number of contracts.
+
+    >>> forward = DraftForward(draft)                      # doctest: +SKIP
+    >>> forward.predict(captures, draft.contract).hit      # doctest: +SKIP
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        """Split the first layer's wide projections into the embeddings' half and the states' half."""
+        self.draft = draft
+        self.device, self.dtype = draft.norm.device, draft.norm.dtype
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.fc = draft.fc
+        first, width = draft.layers[0], draft.hidden_size
+        kv = torch.cat((first.k, first.v))  # (2gd, 2H): embeddings first, then states
+        self.kv_embed, self.kv_hidden = kv[:, :width].contiguous(), kv[:, width:].contiguous()
+        self.q_embed, self.q_hidden = (
+            first.q[:, :width].contiguous(),
+            first.q[:, width:].contiguous(),
+        )
+        self.gate_up = [torch.cat((layer.gate, layer.up)) for layer in draft.layers]  # (2I, H)
+        self.kv_rest = [torch.cat((layer.k, layer.v)) for layer in draft.layers[1:]]
+
+    # ---- public -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def predict(
+        self,
+        captures: Sequence[Capture],
+        contract: Contract | None = None,
+        *,
+        depths: int = 1,
+        feed: Literal["teacher", "own"] = "teacher",
+        positions: Literal["scored", "all"] = "scored",
+        keep_logits: bool = False,
+        batch_pairs: int = BATCH_PAIRS,
+    ) -> Predictions:
+        """Predictions of the draft on captures under a contract.
+
+        Args:
+            captures: any lengths; they are batched here.
+            contract: the draft's declared one if None.
+            depths: D >= 1, chain depths to follow from every position.
+            feed: what depths >= 1 are fed: the text's tokens, or the draft's own.
+            positions: "scored" pairs (see `Capture.scored`), or "all" pairs t = 0..L-2.
+            keep_logits: also return (S, D, Vd) logits; for tests and small inputs.
+
+        Raises ContractError / CaptureError when contract, draft and captures do not fit.
+        """
+        contract = contract or self.draft.contract
+        self.check(captures, contract, depths)
+        parts = []
+        for batch in self.batches(captures, positions == "all", batch_pairs):
+            parts.append(self.run(batch, contract, depths, feed, keep_logits))
+        order = torch.argsort(torch.cat([p[0] for p in parts]), stable=True)
+        columns = [torch.cat(c)[order] for c in zip(*(p[:-1] for p in parts), strict=True)]
+        logits = torch.cat([p[-1] for p in parts])[order] if keep_logits else None
+        return Predictions(*columns, contract=contract, logits=logits)
+
+    def batches(
+        self, captures: Sequence[Capture], every: bool = False, batch_pairs: int = BATCH_PAIRS
+    ) -> Iterator[Batch]:
+        """Captures grouped by similar length, at most about `batch_pairs` pairs a batch."""
+        usable = [
+            i for i, c in enumerate(captures) if len(c) >= 2 and (every or len(c.scored))
+        ]  # a text of one token has no pair
+        group: list[int] = []
+        size = 0
+        for i in sorted(usable, key=lambda i: len(captures[i])):
+            if group and size + len(captures[i]) > batch_pairs:
+                yield Batch(self, captures, group, every)
+                group, size = [], 0
+            group.append(i)
+            size += len(captures[i])
+        if group:
+            yield Batch(self, captures, group, every)
+
+    def check(self, captures: Sequence[Capture], contract: Contract, depths: int = 1) -> None:
+        """Everything that can be wrong between draft, contract and captures, before any work."""
+        d = self.draft
+        if depths < 1:
+            raise ContractError(
+                "predict", "depths", expected="1 or more", found=str(depths),
+                remedy="depth 0 is the first draft token: depths=1 asks for it",
+            )  # fmt: skip
+        if not captures:
+            raise ContractError(
+                "predict", "captures", expected="at least one", found="none",
+                remedy="open a folder with captures",
+            )  # fmt: skip
+        slots = 0 if self.fc is None else self.fc.shape[1]
+        for capture in captures:
+            width = capture.hidden_size
+            if contract.use_fc and len(contract.taps) * width != slots:
+                raise ContractError(
+                    d.path, "fc.weight",
+                    expected=f"{len(contract.taps)} slots x hidden {width} of {capture.path} = "
+                    f"{len(contract.taps) * width} inputs", found=f"{slots} inputs",
+                    remedy="name as many taps as the draft has slots, and use captures of its target",
+                )  # fmt: skip
+            if not contract.use_fc and width != d.hidden_size:
+                raise ContractError(
+                    d.path, "use_fc=False", expected=f"states of width {d.hidden_size}",
+                    found=str(width), remedy="a bypassed fc needs target and draft of one width",
+                )  # fmt: skip
+            for tap in contract.taps:
+                if tap not in capture.readers:
+                    raise ContractError(
+                        capture.path, f"tap {tap}",
+                        expected=f"one of the stored {[str(t) for t in capture.taps]}",
+                        found="a tap this capture lacks",
+                        remedy="name the stored states with taps=, or recapture with this tap",
+                    )  # fmt: skip
+            capture.check_vocab(d.embed.shape[0], str(d.path))
+        for kind, tensor in (("input_norm", d.input_norm), ("fc_norm", d.fc_norm or None)):
+            if contract.fc_input_norm == kind and tensor is None:
+                raise ContractError(
+                    d.path, kind, expected=f"{kind} weights", found="none in the checkpoint",
+                    remedy="set fc_input_norm to what the draft was trained with",
+                )  # fmt: skip
+        if contract.vocab_map != "identity" and d.d2t is None:
+            raise ContractError(
+                d.path, "vocab_map", expected="a d2t tensor", found="none",
+                remedy="use vocab_map='identity' for a draft with the full vocabulary",
+            )  # fmt: skip
+
+    # ---- one batch ----------------------------------------------------------------------------
+
+    def run(self, batch: Batch, contract: Contract, depths: int, feed: str, keep_logits: bool) -> tuple:
+        """Columns of `Predictions` for one batch: capture, position, draft/target ids, truth, in_vocab."""
+        ids, kept = [], []
+        chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.draft.layers]
+        hidden, keys = self.first_step(batch, contract)
+        for depth in range(depths):
+            if depth:
+                token = (
+                    batch.token_at(contract.token_shift + depth, scored=True)
+                    if feed == "teacher"
+                    else self.draft.to_target(ids[-1], contract.vocab_map)
+                )
+                hidden = self.chain_step(batch, contract, depth, token, hidden, keys, chains)
+            normed = rms_norm(hidden, self.draft.norm, self.draft.eps)
+            best, logits = self.head(normed if contract.head_norm else hidden, keep_logits)
+            ids.append(best)
+            kept.append(logits)
+            if contract.feedback == "post_norm":
+                hidden = normed
+        draft_ids = torch.stack(ids, 1).cpu()  # (S, D)
+        truth = torch.stack([batch.truth(d) for d in range(depths)], 1).cpu()
+        table = self.draft.in_vocab()
+        known = table[truth.clamp(min=0)] & (truth >= 0)
+        capture = torch.tensor(batch.indices)[batch.owner]
+        return (
+            capture,
+            batch.time[batch.scored].cpu(),
+            draft_ids,
+            self.draft.to_target(draft_ids, contract.vocab_map),
+            truth,
+            known,
+            torch.stack(kept, 1).cpu() if keep_logits else None,
+        )
+
+    def embed(self, tokens: Tensor, contract: Contract) -> Tensor:
+        """Normalised token embeddings (n, H); only the rows in use leave the disk."""
+        unique, back = tokens.cpu().unique(return_inverse=True)
+        ceiling = self.draft.embed.shape[0] - 1  # a wrong vocab map can point outside the table
+        rows = self.draft.embed[unique.clamp(0, ceiling)].to(self.device, self.dtype)
+        rows = rows * contract.embed_scale
+        first = self.draft.layers[0]
+        return rms_norm(rows, first.input_layernorm, self.draft.eps)[back.to(self.device)]
+
+    def first_step(self, batch: Batch, contract: Contract) -> tuple[Tensor, list]:
+        """Depth 0: (S, H) output of the last layer, and per layer the keys and values of all pairs."""
+        first = self.draft.layers[0]
+        fused = batch.fused(contract)  # (N, H)
+        normed = rms_norm(fused, first.hidden_norm, self.draft.eps)
+        residual = normed if contract.norm_before_residual else fused
+        kv_share, q_share = batch.embed_share(contract)
+        # With one layer only scored pairs go on; with more, deeper keys need every pair.
+        last = len(self.draft.layers) - 1
+        rows = batch.scored if last == 0 else None
+        kv = kv_share + normed @ self.kv_hidden.T  # (N, 2gd)
+        if rows is None:
+            everything = self.embed(batch.token_at(contract.token_shift, scored=False), contract)
+            q = everything @ self.q_embed.T + normed @ self.q_hidden.T
+        else:
+            q = q_share + normed[rows] @ self.q_hidden.T  # (S, hd)
+            residual = residual[rows]
+        cos_sin = self.rope(batch.time, 0, contract)
+        cache = [self.heads(first, q, kv, cos_sin, rows, contract)]
+        x = self.finish(0, residual, self.attend(batch, *cache[0], rows))
+        for i in range(1, last + 1):
+            layer = self.draft.layers[i]
+            normed = rms_norm(x, layer.input_layernorm, self.draft.eps)
+            rows = batch.scored if i == last else None
+            q = (normed if rows is None else normed[rows]) @ layer.q.T
+            kv = normed @ self.kv_rest[i - 1].T
+            cache.append(self.heads(layer, q, kv, cos_sin, rows, contract))
+            residual = x if rows is None else x[rows]
+            x = self.finish(i, residual, self.attend(batch, *cache[i], rows))
+        return x, [(k, v) for _, k, v in cache]
+
+    def chain_step(self, batch, contract, depth, token, hidden, keys, chains) -> Tensor:
+        """One more depth for every chain at once: (S, H) -> (S, H).
+
+        A chain's query sees the true pairs up to its start and its own later steps, nothing of
+        other chains: one softmax over both sets of scores.
+        """
+        first = self.draft.layers[0]
+        normed = rms_norm(hidden, first.hidden_norm, self.draft.eps)
+        x = normed if contract.norm_before_residual else hidden
+        embeds = self.embed(token, contract)  # (S, H)
+        q = embeds @ self.q_embed.T + normed @ self.q_hidden.T
+        kv = embeds @ self.kv_embed.T + normed @ self.kv_hidden.T
+        cos_sin = self.rope(batch.time[batch.scored], depth, contract)
+        for i, layer in enumerate(self.draft.layers):
+            if i:
+                normed = rms_norm(x, layer.input_layernorm, self.draft.eps)
+                q, kv = normed @ layer.q.T, normed @ self.kv_rest[i - 1].T
+            q, k, v = self.heads(layer, q, kv, cos_sin, None, contract)
+            chains[i].append((k, v))
+            x = self.finish(i, x, self.attend_chain(batch, q, *keys[i], chains[i]))
+        return x
+
+    def rope(self, time: Tensor, depth: int, contract: Contract) -> tuple[Tensor, Tensor]:
+        """cos and sin for the pairs at `time`, `depth` steps into their chains."""
+        positions = time + contract.position_offset + depth * contract.position_step
+        if contract.max_position is not None:
+            positions = positions.clamp(max=contract.max_position - 1)
+        # Positions repeat in every capture: compute each once.
+        unique, back = positions.unique(return_inverse=True)
+        cos, sin = rope_table(contract.rope, self.draft.head_dim, unique, self.dtype)
+        return cos[back], sin[back]
+
+    def heads(self, layer: Layer, q, kv, cos_sin, rows, contract) -> tuple[Tensor, Tensor, Tensor]:
+        """Split into heads, add biases, q/k norms, rotary: (n, h, d), (N, g, d), (N, g, d)."""
+        d = self.draft
+        k, v = kv.split(d.kv_heads * d.head_dim, dim=-1)
+        q = q if layer.q_bias is None else q + layer.q_bias
+        k = k if layer.k_bias is None else k + layer.k_bias
+        v = v if layer.v_bias is None else v + layer.v_bias
+        q = q.unflatten(-1, (d.heads, d.head_dim))  # (n, hd) -> (n, h, d)
+        k = k.unflatten(-1, (d.kv_heads, d.head_dim))
+        v = v.unflatten(-1, (d.kv_heads, d.head_dim))
+        if layer.q_norm is not None:
+            q = rms_norm(q, layer.q_norm, d.eps)
+        if layer.k_norm is not None:
+            k = rms_norm(k, layer.k_norm, d.eps)
+        cos, sin = cos_sin
+        q_cos, q_sin = (cos, sin) if rows is None else (cos[rows], sin[rows])
+        interleaved = contract.rope.interleaved
+        return rotate(q, q_cos, q_sin, interleaved), rotate(k, cos, sin, interleaved), v
+
+    def attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+        """Causal attention inside each capture: (n, h, d) -> (n, hd); n is S, or N if rows is None."""
+        pad_q, (row, column) = (
+            (batch.pad_scored, batch.scored_at) if rows is not None else (batch.pad_all, batch.all_at)
+        )
+        k, v = (x[batch.pad_all].transpose(1, 2) for x in (k, v))  # (B, g, Tk, d)
+        q = q[pad_q].transpose(1, 2)  # (B, h, Tq, d)
+        if rows is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            mask = batch.visible[:, None]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)[row, column].flatten(1)  # (n, h, d) -> (n, hd)
+
+    def attend_chain(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, chain: list) -> Tensor:
+        """Attention of chain queries (S, h, d) over true pairs 0..t and their own chain: (S, hd)."""
+        d = self.draft
+        group = d.heads // d.kv_heads
+        scale = d.head_dim**-0.5
+        q = q.unflatten(1, (d.kv_heads, group))  # (S, h, d) -> (S, g, group, d)
+        own_k = torch.stack([k for k, _ in chain], 1)  # (S, s, g, d)
+        own_v = torch.stack([v for _, v in chain], 1)
+        own = torch.einsum("ngrd,nsgd->ngrs", q, own_k) * scale  # (S, g, group, s)
+        out = torch.empty_like(q)
+        longest = int(batch.counts.max())
+        # Captures per block, so that the scores stay small whatever the batch.
+        width = int(batch.scored_counts.max()) * d.heads * longest * q.element_size()
+        step = max(1, SCORE_BYTES // max(1, width))
+        row, column = batch.scored_at
+        for start in range(0, len(batch.indices), step):
+            block = slice(start, start + step)
+            mine = ((row >= start) & (row < start + step)).nonzero().flatten()
+            keys = k[batch.pad_all[block]].permute(0, 2, 3, 1)  # (b, g, d, Tk)
+            values = v[batch.pad_all[block]].transpose(1, 2)  # (b, g, Tk, d)
+            queries = q[batch.pad_scored[block]].permute(0, 2, 3, 1, 4)  # (b, g, group, Tq, d)
+            b, g, r, tq, _ = queries.shape
+            scores = (queries.reshape(b, g, r * tq, -1) @ keys * scale).view(b, g, r, tq, longest)
+            scores.masked_fill_(~batch.visible[block][:, None, None], float("-inf"))
+            own_padded = own[batch.pad_scored[block]].permute(0, 2, 3, 1, 4)  # (b, g, group, Tq, s)
+            weights = torch.softmax(torch.cat((scores, own_padded), -1), -1, dtype=self.wide)
+            weights = weights.to(self.dtype)
+            near = (weights[..., :longest].reshape(b, g, r * tq, longest) @ values).view(b, g, r, tq, -1)
+            at = (row[mine] - start, column[mine])
+            near = near.permute(0, 3, 1, 2, 4)[at]  # (n, g, group, d)
+            far = weights[..., longest:].permute(0, 3, 1, 2, 4)[at]  # (n, g, group, s)
+            out[mine] = near + torch.einsum("ngrs,nsgd->ngrd", far, own_v[mine])
+        return out.flatten(1)  # (S, g, group, d) -> (S, hd)
+
+    def finish(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, MLP and both residual additions of one layer: (n, H)."""
+        layer = self.draft.layers[index]
+        projected = attended @ layer.o.T
+        x = residual + (projected if layer.o_bias is None else projected + layer.o_bias)
+        normed = rms_norm(x, layer.post_attention_layernorm, self.draft.eps)
+        gate, up = (normed @ self.gate_up[index].T).chunk(2, -1)  # (n, I) each
+        return x + (F.silu(gate) * up) @ layer.down.T
+
+    def head(self, normed: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """Greedy draft ids (n,) from (n, H), in chunks; the logits too if `keep`."""
+        weight = self.draft.lm_head
+        rows = max(1, LOGIT_BYTES // (weight.shape[0] * weight.element_size()))
+        best, kept = [], []
+        for part in normed.split(rows):
+            logits = part @ weight.T
+            best.append(logits.argmax(-1))
+            if keep:
+                kept.append(logits)
+        return torch.cat(best), torch.cat(kept) if keep else None
+
+
+def to_device(draft: Draft, device: torch.device | str, dtype: torch.dtype | None = None) -> Draft:
+    """The same draft with its weights elsewhere or in another dtype; the embedding stays mapped."""
+
+    def move(value):
+        if isinstance(value, Tensor) and value.dtype.is_floating_point:
+            return value.to(device=device, dtype=dtype or value.dtype)
+        return value
+
+    moved = copy.copy(draft)
+    for name in ("fc", "fc_bias", "norm", "lm_head", "input_norm"):
+        object.__setattr__(moved, name, move(getattr(draft, name)))
+    object.__setattr__(moved, "fc_norm", tuple(move(t) for t in draft.fc_norm))
+    layers = tuple(Layer(**{k: move(v) for k, v in vars(layer).items()}) for layer in draft.layers)
+    object.__setattr__(moved, "layers", layers)
+    return moved

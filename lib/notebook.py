@@ -1,0 +1,233 @@
+"""What every notebook shares: facts, predictions as data, and the one writer of their outputs.
+
+    python -m lib.notebook write [NN ...]     # execute and store outputs (make notebooks)
+    python -m lib.notebook html               # one self-contained file per notebook (make html)
+
+A *fact* is a number that a notebook claims, with its n, tolerance and the reason for the tolerance.
+Tests run the notebooks again and compare facts; prose and README read the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+COMMITTED_FACTS = NOTEBOOKS / "facts"
+FACTS_VARIABLE = "EAGLE3_FACTS_DIR"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One claimed number: value, number of observations, tolerance, and why that tolerance."""
+
+    name: str
+    value: float | int | str | bool
+    n: int | None
+    atol: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was expected before measuring; `low <= fact <= high` holds it."""
+
+    label: str
+    fact: str
+    low: float
+    high: float
+    otherwise: str
+
+    @property
+    def band(self) -> str:
+        """Readable bounds."""
+        if math.isinf(self.low):
+            return f"at most {self.high:g}"
+        return f"at least {self.low:g}" if math.isinf(self.high) else f"{self.low:g} to {self.high:g}"
+
+
+@dataclass
+class Run:
+    """One execution of a notebook: its predictions and the facts it measured."""
+
+    number: str
+    folder: Path
+    facts: dict[str, Fact] = field(default_factory=dict)
+    predictions: list[Prediction] = field(default_factory=list)
+
+    def predict(
+        self, label: str, fact: str, *, at_least: float | None = None,
+        at_most: float | None = None, otherwise: str = "",
+    ) -> None:  # fmt: skip
+        """Register an expectation about a fact that is not measured yet."""
+        assert fact not in self.facts, f"{fact} is already measured: that is no prediction"
+        low = -math.inf if at_least is None else at_least
+        high = math.inf if at_most is None else at_most
+        self.predictions.append(Prediction(label, fact, low, high, otherwise))
+
+    def expectations(self) -> pd.DataFrame:
+        """The registered predictions, before measuring."""
+        rows = [
+            {"prediction": p.label, "fact": p.fact, "expected": p.band, "if not": p.otherwise}
+            for p in self.predictions
+        ]
+        return pd.DataFrame(rows).set_index("prediction")
+
+    def fact(self, name: str, value: Any, *, n: int | None = None, atol: float = 0.0, why: str = ""):
+        """Record a fact and return its value.
+
+        Args:
+            name: dotted, unique in the notebook.
+            value: number, text or bool.
+            n: observations behind it.
+            atol: how far a rerun may be off, with `why`; 0 means exactly equal.
+        """
+        if hasattr(value, "item"):
+            value = value.item()
+        assert atol == 0 or why, f"{name}: a tolerance needs its reason"
+        assert name not in self.facts, f"{name} is recorded twice"
+        self.facts[name] = Fact(name, value, n, atol, why)
+        return value
+
+    def verdict(self) -> pd.DataFrame:
+        """Each prediction scored against its fact: held, failed or not measured."""
+        rows = []
+        for p in self.predictions:
+            fact = self.facts.get(p.fact)
+            held = fact is not None and p.low <= fact.value <= p.high
+            outcome = "not measured" if fact is None else "held" if held else "FAILED"
+            measured = "" if fact is None else f"{fact.value:.4g}"
+            rows.append({"prediction": p.label, "expected": p.band, "measured": measured, "verdict": outcome})
+        return pd.DataFrame(rows).set_index("prediction")
+
+    def save(self) -> Path:
+        """Write `NN.json` into the facts folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.number}.json"
+        rows = [asdict(f) for f in self.facts.values()]
+        path.write_text(json.dumps({"notebook": self.number, "facts": rows}, indent=1) + "\n")
+        return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def start_notebook(number: str, facts_dir: str = "") -> Run:
+    """Begin a notebook: quiet libraries, readable tables, one line about the environment.
+
+    Args:
+        number: "01" and so on.
+        facts_dir: where facts go; "" means `$EAGLE3_FACTS_DIR`, else `.work/facts` (so that
+            running a notebook by hand never edits the committed facts).
+    """
+    os.environ.update(HF_HUB_OFFLINE="1", DO_NOT_TRACK="1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    pd.set_option("display.precision", 3)
+    pd.set_option("display.max_colwidth", 90)
+    folder = Path(facts_dir or os.environ.get(FACTS_VARIABLE) or ROOT / ".work" / "facts")
+    packages = " ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
+    print(f"notebook {number} | Python {platform.python_version()} {packages} | "
+          f"{torch.get_num_threads()} threads, {'cuda' if torch.cuda.is_available() else 'cpu'}")  # fmt: skip
+    return Run(number, folder)
+
+
+def read_facts(number: str, facts_dir: str | Path = "") -> dict[str, Any]:
+    """Facts of another notebook as {name: value}: this run's if there, else the committed ones."""
+    for folder in (facts_dir, os.environ.get(FACTS_VARIABLE), COMMITTED_FACTS):
+        path = Path(folder or "/nonexistent") / f"{number}.json"
+        if path.is_file():
+            return {f["name"]: f["value"] for f in json.loads(path.read_text())["facts"]}
+    raise FileNotFoundError(f"facts of notebook {number}: run it first")
+
+
+def source_digest(notebook) -> str:
+    """sha256 over cell types and sources: "edited but not run again" is then a failing test."""
+    digest = hashlib.sha256()
+    for cell in notebook.cells:
+        digest.update(f"{cell.cell_type}\0{cell.source}\0".encode())
+    return digest.hexdigest()
+
+
+def notebook_files() -> list[Path]:
+    """All notebooks in reading order."""
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def clean(notebook) -> None:
+    """Remove what changes from run to run: timings, widget state and views, library versions."""
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "workbook": {"source_sha256": source_digest(notebook)},
+    }
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
+        if cell.cell_type == "code":
+            cell.outputs = [
+                o for o in cell.outputs
+                if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+            ]  # fmt: skip
+
+
+def write(paths: list[Path]) -> None:
+    """Execute notebooks in a clean kernel and store their outputs; stops at the first error."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    os.environ[FACTS_VARIABLE] = str(COMMITTED_FACTS)
+    for path in paths:
+        notebook = nbformat.read(path, as_version=4)
+        client = NotebookClient(
+            notebook, timeout=900, kernel_name="python3", record_timing=False,
+            resources={"metadata": {"path": str(path.parent)}},
+        )  # fmt: skip
+        client.execute()
+        clean(notebook)
+        nbformat.write(notebook, path)
+        print(f"wrote {path.name}", flush=True)
+
+
+def html(paths: list[Path], out: Path) -> None:
+    """Each notebook as one HTML file that asks the network for nothing."""
+    from nbconvert import HTMLExporter
+
+    out.mkdir(exist_ok=True)
+    exporter = HTMLExporter(embed_images=True)
+    for name in ("mathjax_url", "require_js_url", "jquery_url", "widget_renderer_url"):
+        setattr(exporter, name, "")
+    for path in paths:
+        body, _ = exporter.from_filename(str(path))
+        (out / f"{path.stem}.html").write_text(body)
+
+
+def main() -> None:
+    """Command line; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["write", "html"])
+    parser.add_argument("numbers", nargs="*", help="01 03 ...; all if none")
+    args = parser.parse_args()
+    paths = [p for p in notebook_files() if not args.numbers or p.name[:2] in args.numbers]
+    if not paths:
+        sys.exit(f"no notebook of {args.numbers} in {NOTEBOOKS}")
+    if args.command == "write":
+        write(paths)
+    else:
+        html(paths, ROOT / "html")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Figures: one function each, shared colours, the finding in the title (given by the notebook)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from lib.captures import Capture
+from lib.metrics import Ratio
+from lib.norms import position_norms
+from lib.sweep import Sweep
+
+# One colour per meaning in every notebook (Okabe-Ito, distinguishable without red and green).
+COLOURS = {
+    "trained": "#0072B2",
+    "served": "#D55E00",
+    "control": "#999999",
+    "other": "#B8C4CC",
+    "trainer's log": "#009E73",
+    "embed": "#CC79A7",
+    "layer3": "#E69F00",
+    "layer16": "#56B4E9",
+    "layer28": "#0072B2",
+    "final": "#009E73",
+}
+
+
+def _figure(width: float = 9.0, height: float = 3.8) -> tuple[Figure, plt.Axes]:
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained", dpi=100)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def plot_norms(table: pd.DataFrame, title: str) -> Figure:
+    """Per tap: 1st to 99th percentile, median, and both means, on a logarithmic axis."""
+    figure, axes = _figure()
+    y = np.arange(len(table))[::-1]
+    axes.hlines(y, table["p1"], table["p99"], color=COLOURS["other"], lw=9, label="1 % to 99 %")
+    axes.plot(table["median"], y, "|", ms=16, mew=2, color="black", label="median")
+    axes.plot(table["mean (no sinks)"], y, "o", color=COLOURS["trained"], label="mean without sinks")
+    axes.plot(table["mean (all)"], y, "D", color=COLOURS["served"], label="mean of all")
+    axes.plot(table["max"], y, "x", color="black", label="largest position")
+    axes.set_yticks(y, table.index)
+    axes.set_xscale("log")
+    axes.set_xlabel("norm of the state at one position (log scale)")
+    axes.set_title(title, loc="left")
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    return figure
+
+
+def plot_norm_profile(captures: Sequence[Capture], taps: Sequence, title: str) -> Figure:
+    """Median norm over conversations at each position of the text, one line per tap."""
+    figure, axes = _figure()
+    length = min(len(c) for c in captures)
+    for tap in taps:
+        norms = torch.stack([position_norms(c.state(tap)[:length]) for c in captures])
+        label = str(tap)
+        axes.plot(norms.median(0).values, label=label, color=COLOURS.get(label, "black"), lw=1.6)
+    axes.set_yscale("log")
+    axes.set_xlabel(f"position in the text (first {length}, median of {len(captures)} texts)")
+    axes.set_ylabel("norm (log scale)")
+    axes.set_title(title, loc="left")
+    axes.legend(fontsize=8, frameon=False, ncols=len(taps), loc="upper right")
+    return figure
+
+
+def plot_text_norms(capture: Capture, tap, title: str) -> Figure:
+    """Norm at each position of one text; the assistant's part shaded."""
+    figure, axes = _figure(9.0, 3.0)
+    norms = position_norms(capture.state(tap))
+    axes.plot(norms, color=COLOURS.get(str(tap), "black"), lw=1.4)
+    answer = capture.loss_mask.nonzero().flatten()
+    axes.axvspan(int(answer[0]), int(answer[-1]), color=COLOURS["other"], alpha=0.3, lw=0)
+    axes.set_yscale("log")
+    axes.set_xlabel("position (shaded: the assistant's answer)")
+    axes.set_ylabel(f"norm at {tap}")
+    axes.set_title(title, loc="left")
+    return figure
+
+
+def plot_ratios(rows: Mapping[str, Ratio], colours: Mapping[str, str], title: str) -> Figure:
+    """Horizontal bars with intervals, one per variant."""
+    figure, axes = _figure(9.0, 0.9 + 0.5 * len(rows))
+    names = list(rows)
+    y = np.arange(len(names))[::-1]
+    values = np.array([100 * rows[n].value for n in names])
+    spread = np.array([[100 * (r.value - r.low), 100 * (r.high - r.value)] for r in rows.values()])
+    axes.barh(
+        y, values, 0.62, xerr=spread.T, color=[COLOURS[colours[n]] for n in names],
+        error_kw={"lw": 1.2, "capsize": 3},
+    )  # fmt: skip
+    for at, value, (_, up) in zip(y, values, spread, strict=True):
+        axes.text(value + up + 1, at, f"{value:.1f} %", va="center", fontsize=9)
+    axes.set_yticks(y, names)
+    axes.set_xlim(0, max(100, values.max() + 12))
+    axes.set_xlabel("% (whiskers: 95 % interval over conversations)")
+    axes.set_title(title, loc="left")
+    return figure
+
+
+def plot_sweep(sweep: Sweep, highlight: Mapping[tuple, str], title: str) -> Figure:
+    """Every candidate's accuracy, best first; `highlight` maps a tap tuple to a colour name."""
+    figure, axes = _figure(9.5, 4.6)
+    order = sweep.order
+    labels = [" ".join(map(str, sweep.contracts[i].taps)) for i in order]
+    colours = [COLOURS[highlight.get(sweep.contracts[i].taps, "other")] for i in order]
+    values = [100 * float(sweep.accuracy[i]) for i in order]
+    axes.bar(range(len(order)), values, color=colours)
+    axes.set_xticks(range(len(order)), labels, rotation=90, fontsize=7.5)
+    axes.set_ylabel("in-vocab accuracy, %")
+    axes.set_title(title, loc="left")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in dict.fromkeys(highlight.values())]
+    axes.legend(handles, dict.fromkeys(highlight.values()), frameon=False, fontsize=9)
+    return figure
+
+
+def plot_learning(logs: Mapping[str, pd.DataFrame], title: str) -> Figure:
+    """speculators' full_acc_0 while training: training packs (thin) and held-out (thick)."""
+    figure, axes = _figure()
+    for (name, log), colour in zip(logs.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
+        train, held = log[log.split == "train"], log[log.split == "heldout"]
+        axes.plot(train.step, 100 * train.full_acc_0, color=colour, alpha=0.35, lw=1)
+        axes.plot(held.step, 100 * held.full_acc_0, "o-", color=colour, label=f"{name}, held-out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("full_acc_0, %")
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def plot_accuracy_by_place(series: Mapping[str, Sequence[float]], edges, title: str) -> Figure:
+    """Accuracy against the place in the answer, one line per variant."""
+    figure, axes = _figure(9.0, 3.2)
+    centres = (np.asarray(edges[:-1]) + np.asarray(edges[1:])) / 2
+    for name, values in series.items():
+        axes.plot(centres, 100 * np.asarray(values), "o-", label=name, color=COLOURS.get(name))
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("token of the answer")
+    axes.set_ylabel("in-vocab accuracy, %")
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    return figure

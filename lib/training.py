@@ -1,0 +1,357 @@
+"""Train the sample drafts with speculators' own model, loss, optimizer and metrics, on the CPU.
+
+The workbook never needs this module: it is how `data_samples/drafts` came to be (notebook 09).
+Two stages, both resumable: `capture_corpus` records the target's states for the whole corpus in
+shards; `train` runs one draft from them and checkpoints every few minutes.
+
+Only three things differ from speculators' command line: the states come from our shards, the loss
+is its eager one (its default is a Triton kernel), and `lm_head` is trained as well (it is frozen by
+default, which costs accuracy at this size).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from lib.taps import Tap
+from lib.target import load_target, record_states
+
+SHARD = 512  # conversations per capture shard
+TRAIN_TAPS = (Tap(3), Tap(16), Tap(28), Tap(30))  # Tap(0) is the embedding table, looked up
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a draft besides its data.
+
+    `taps` feed `fc`, in this order. `target_tap` is the state that training targets come from:
+    Tap(30), the target's last block, or Tap(28) for the lens draft (c).
+    """
+
+    name: str
+    taps: tuple[int, int, int]
+    target_tap: int
+    written_ids: tuple[int, int, int]  # what the config says, as the real tools write it
+    draft_vocab: int = 2048
+    intermediate: int = 1536
+    pack: int = 512
+    steps: int = 4000
+    ttt_steps: int = 3
+    lr: float = 1e-3
+    muon_lr: float = 2e-3
+    warmup: int = 50
+    seed: int = 11
+
+
+def capture_corpus(
+    corpus: Path,
+    target: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tokens_per_batch: int = 8192,
+) -> None:
+    """Record `TRAIN_TAPS` for every conversation, stored in bf16, one file per `SHARD` of them.
+
+    A shard holds `states` [N, 4, H], `token_ids` [N], `lengths` [n] and `prompt_lengths` [n], the
+    conversations one after another. Finished shards are skipped, so a killed run resumes.
+    """
+    rows = [json.loads(line) for line in corpus.open()]
+    out.mkdir(parents=True, exist_ok=True)
+    model = None
+    for start in tqdm(range(0, len(rows), SHARD), desc="capture shards", mininterval=20):
+        path = out / f"shard_{start // SHARD:03d}.safetensors"
+        if path.exists():
+            continue
+        model = model or load_target(target, dtype)
+        shard = rows[start : start + SHARD]
+        texts = [torch.tensor(r["prompt"] + r["response"]) for r in shard]
+        states: list[Tensor | None] = [None] * len(texts)
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        while order:
+            width = len(texts[order[-1]])
+            batch = [order.pop() for _ in range(min(len(order), max(1, tokens_per_batch // width)))]
+            ids = torch.nn.utils.rnn.pad_sequence([texts[i] for i in batch], batch_first=True)
+            found = record_states(model, ids, TRAIN_TAPS)
+            stacked = torch.stack([found[t] for t in TRAIN_TAPS], dim=2)  # (B, L, 4, H)
+            for row, i in enumerate(batch):
+                states[i] = stacked[row, : len(texts[i])].to(torch.bfloat16)
+        tensors = {
+            "states": torch.cat(states),
+            "token_ids": torch.cat(texts).to(torch.int32),
+            "lengths": torch.tensor([len(t) for t in texts], dtype=torch.int32),
+            "prompt_lengths": torch.tensor([len(r["prompt"]) for r in shard], dtype=torch.int32),
+        }
+        save_file(tensors, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)
+
+
+class Shards:
+    """Random access to conversations over the capture shards; memory-mapped, nothing is copied."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = [safe_open(p, "pt") for p in sorted(folder.glob("shard_*.safetensors"))]
+        self.index: list[tuple[int, int, int, int]] = []  # file, first row, length, prompt length
+        for number, file in enumerate(self.files):
+            row = 0
+            lengths = file.get_tensor("lengths").tolist()
+            prompts = file.get_tensor("prompt_lengths").tolist()
+            for length, prompt in zip(lengths, prompts, strict=True):
+                self.index.append((number, row, length, prompt))
+                row += length
+        self.states = [f.get_slice("states") for f in self.files]
+        self.tokens = [f.get_tensor("token_ids") for f in self.files]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def read(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Conversation i: token ids (L,), loss mask (L,), states (L, 4, H) at `TRAIN_TAPS`."""
+        number, row, length, prompt = self.index[i]
+        ids = self.tokens[number][row : row + length].long()
+        mask = torch.zeros(length)
+        mask[prompt:] = 1
+        return ids, mask, self.states[number][row : row + length]
+
+
+def as_trainer_batch(ids: Tensor, mask: Tensor, states: Tensor, embed: Tensor, recipe: Recipe):
+    """One conversation in the trainer's shape, shifted by speculators' own `shift_batch`."""
+    from speculators.models.eagle3.data import shift_batch
+
+    by_tap = {tap.after_block: states[:, i] for i, tap in enumerate(TRAIN_TAPS)}
+    if 0 in (*recipe.taps, recipe.target_tap):
+        by_tap[0] = embed[ids]
+    return shift_batch(
+        {
+            "input_ids": ids,
+            "hidden_states": torch.cat([by_tap[t] for t in recipe.taps], dim=-1),
+            "verifier_last_hidden_states": by_tap[recipe.target_tap],
+            "loss_mask": mask,
+            "lengths": torch.tensor([len(ids)]),
+            "position_ids": torch.arange(len(ids)),
+        }
+    )
+
+
+def packs(shards: Shards, order: Sequence[int], embed: Tensor, recipe: Recipe) -> Iterator[dict]:
+    """Conversations packed into rows of `recipe.pack` positions; a conversation may be cut at the end."""
+    held: list[dict] = []
+    room = recipe.pack
+    for i in order:
+        batch = as_trainer_batch(*shards.read(i), embed, recipe)
+        batch = {k: v[:room] for k, v in batch.items() if k != "lengths"}
+        held.append(batch)
+        room -= len(batch["input_ids"])
+        if room <= 0:
+            yield _join(held)
+            held, room = [], recipe.pack
+
+
+def _join(held: list[dict]) -> dict:
+    documents = torch.cat([torch.full((len(b["input_ids"]),), d) for d, b in enumerate(held)])
+    joined = {k: torch.cat([b[k] for b in held])[None] for k in held[0]}
+    joined["loss_mask"] = joined["loss_mask"].bool()
+    for key in ("hidden_states", "verifier_last_hidden_states"):
+        joined[key] = joined[key].float()
+    return joined | {"document_ids": documents[None]}
+
+
+def draft_vocabulary(corpus_ids: Tensor, size: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """The `size` most frequent ids -> (t2d bool (vocab,), d2t offsets (size,)), speculators' form."""
+    counts = torch.bincount(corpus_ids, minlength=vocab)
+    kept = torch.argsort(counts, descending=True, stable=True)[:size].sort().values
+    t2d = torch.zeros(vocab, dtype=torch.bool)
+    t2d[kept] = True
+    return t2d, kept - torch.arange(size)
+
+
+def build_model(recipe: Recipe, target: Path, t2d: Tensor, d2t: Tensor):
+    """Speculators' `Eagle3DraftModel` for this recipe, verifier weights loaded, lm_head trainable."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import AutoConfig, LlamaConfig
+
+    base = AutoConfig.from_pretrained(target)
+    layer = LlamaConfig(
+        vocab_size=base.vocab_size,
+        hidden_size=base.hidden_size,
+        intermediate_size=recipe.intermediate,
+        num_hidden_layers=1,
+        num_attention_heads=base.num_attention_heads,
+        num_key_value_heads=base.num_key_value_heads,
+        head_dim=base.head_dim,
+        rms_norm_eps=base.rms_norm_eps,
+        max_position_embeddings=base.max_position_embeddings,
+        rope_parameters=dict(base.rope_parameters),
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=base.bos_token_id,
+        eos_token_id=base.eos_token_id,
+    )
+    layer._attn_implementation = "eager"  # before building: flex attention needs a compiler
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=recipe.draft_vocab,
+        norm_before_residual=True,  # the trainer's command-line default
+        eagle_aux_hidden_state_layer_ids=list(recipe.written_ids),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=recipe.ttt_steps)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig.from_pretrained(str(target)),
+        ),
+    )
+    torch.manual_seed(recipe.seed)
+    model = Eagle3DraftModel(config)
+    model.load_vocab_mappings(t2d, d2t)
+    model.load_verifier_weights()
+    model.lm_head.weight.requires_grad_(True)
+    return model
+
+
+def _loss_config():
+    from speculators.losses.eager import kl_div_loss
+
+    return {"kl_div": (kl_div_loss, 1.0)}
+
+
+@torch.no_grad()
+def evaluate(model, batches: Sequence[dict], recipe: Recipe) -> dict[str, float]:
+    """Speculators' own metrics over `batches`: full_acc_i, cond_acc_i, loss."""
+    sums: dict[str, float] = {}
+    for batch in batches:
+        _, _, metrics = model(**batch, ttt_steps=recipe.ttt_steps, loss_config=_loss_config())
+        for key, value in metrics.items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+    names = {k.rsplit("_", 1)[0] for k in sums}
+    return {n: sums[f"{n}_sum"] / sums[f"{n}_total"] for n in sorted(names)}
+
+
+def train(
+    recipe: Recipe,
+    *,
+    shards: Path,
+    heldout: Path,
+    target: Path,
+    vocabulary: Path,
+    out: Path,
+    evaluate_every: int = 1000,
+    checkpoint_every: float = 150.0,
+) -> Path:
+    """Train one draft; resume from `out/state.pt` if it is there. Returns `out/model`.
+
+    `out/log.csv` gets speculators' metrics on training packs and on the held-out ones.
+    """
+    from speculators.train.optimizers import build_optimizers
+
+    out.mkdir(parents=True, exist_ok=True)
+    maps = load_file(vocabulary)
+    model = build_model(recipe, target, maps["t2d"].bool(), maps["d2t"])
+    embed = model.embed_tokens.weight.to(torch.bfloat16)
+    options = SimpleNamespace(
+        optimizer="muon", lr=recipe.lr, weight_decay=0.0, muon_lr=recipe.muon_lr,
+        muon_momentum=0.95, muon_weight_decay=0.0, muon_ns_steps=5,
+        muon_adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    optimizers = build_optimizers(model, options)
+    bases = [group["lr"] for o in optimizers for group in o.param_groups]
+    data, held = Shards(shards), Shards(heldout)
+    held_batches = [
+        _join([{k: v for k, v in as_trainer_batch(*held.read(i), embed, recipe).items() if k != "lengths"}])
+        for i in range(len(held))
+    ]  # fmt: skip
+
+    step, state_file, log = 0, out / "state.pt", out / "log.csv"
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        step = state["step"]
+        with torch.no_grad():
+            for name, p in trainable.items():
+                p.copy_(state["weights"][name])
+        for o, s in zip(optimizers, state["optimizers"], strict=True):
+            o.load_state_dict(s)
+    if not log.exists():
+        log.write_text(",".join(LOG_COLUMNS) + "\n")
+
+    def save() -> None:
+        state = {
+            "step": step,
+            "weights": {n: p.detach() for n, p in trainable.items()},
+            "optimizers": [o.state_dict() for o in optimizers],
+        }
+        torch.save(state, out / "state.tmp")
+        os.replace(out / "state.tmp", state_file)
+
+    def note(split: str, metrics: dict[str, float]) -> None:
+        with log.open("a", newline="") as f:
+            row = {"step": step, "split": split, **metrics}
+            csv.DictWriter(f, LOG_COLUMNS, extrasaction="ignore").writerow(row)
+
+    # The packs of a run are a fixed sequence, so a resumed run skips to its own place in it.
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def endless() -> Iterator[dict]:
+        while True:
+            yield from packs(data, torch.randperm(len(data), generator=generator).tolist(), embed, recipe)
+
+    saved, began, window = time.monotonic(), time.monotonic(), []
+    for number, batch in enumerate(endless()):
+        if number < step:
+            continue
+        if step >= recipe.steps:
+            break
+        scale = min(1.0, (step + 1) / recipe.warmup)
+        scale *= 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        for group, base in zip((g for o in optimizers for g in o.param_groups), bases, strict=True):
+            group["lr"] = base * scale
+        _, loss, metrics = model(**batch, ttt_steps=recipe.ttt_steps, loss_config=_loss_config())
+        for o in optimizers:
+            o.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(trainable.values()), 1.0)
+        for o in optimizers:
+            o.step()
+        step += 1
+        window.append({k: float(v) for k, v in metrics.items()})
+        if step % 100 == 0:
+            sums = {k: sum(w[k] for w in window) for k in window[0]}
+            ratios = {k[:-4]: sums[k] / sums[k[:-4] + "_total"] for k in sums if k.endswith("_sum")}
+            note("train", ratios)
+            pace = (time.monotonic() - began) / len(window)
+            print(f"{recipe.name} {step}/{recipe.steps} {pace:.3f} s/step "
+                  f"full_acc_0 {ratios['full_acc_0']:.3f}", flush=True)  # fmt: skip
+            window, began = [], time.monotonic()
+        if step % evaluate_every == 0 or step == recipe.steps:
+            metrics = evaluate(model, held_batches, recipe)
+            note("heldout", metrics)
+            print(f"{recipe.name} {step} held-out {metrics}", flush=True)
+            began = time.monotonic()
+        if time.monotonic() - saved > checkpoint_every:
+            save()
+            saved = time.monotonic()
+    save()
+    (out / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
+    model.to(torch.bfloat16).save_pretrained(out / "model")
+    return out / "model"
+
+
+LOG_COLUMNS = (
+    "step", "split", "loss", "full_acc_0", "full_acc_1", "full_acc_2",
+    "cond_acc_0", "cond_acc_1", "cond_acc_2",
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""Explorers: each is a pure function from choices to something shown, plus a thin shell of widgets.
+
+The pure functions are tested over their whole range without a browser; the shells only connect
+controls to them. A callback that fails shows its error in the output, it never freezes a control.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+
+import ipywidgets as widgets
+import matplotlib.pyplot as plt
+from IPython.display import HTML, display
+from matplotlib.figure import Figure
+
+from lib.captures import Capture
+from lib.contract import Contract, diff
+from lib.draft import DraftForward
+from lib.errors import WorkbookError
+from lib.metrics import in_vocab_accuracy
+from lib.plots import plot_text_norms
+
+SHOWN = 48  # tokens of the answer in a view: what fits without scrolling
+
+
+def norms_view(captures: Sequence[Capture], conversation: int, tap) -> Figure:
+    """Norm per position of one conversation at one tap."""
+    capture = captures[conversation]
+    return plot_text_norms(capture, tap, f"{capture.name}: norms at {tap}")
+
+
+def wiring_view(
+    forward: DraftForward,
+    captures: Sequence[Capture],
+    base: Contract,
+    taps: Sequence,
+    conversation: int,
+    decode: Callable[[int], str],
+) -> str:
+    """One conversation under a chosen wiring, as HTML: accuracy, the change, hit and missed tokens.
+
+    Args:
+        base: contract to change; its taps are the reference for the difference shown.
+        taps: the wiring chosen, one per slot.
+        decode: target id -> text.
+    """
+    contract = base.change(taps=tuple(taps))
+    p = forward.predict([captures[conversation]], contract)
+    ratio = in_vocab_accuracy(p)
+    changes = "; ".join(diff(base, contract)) or "as trained"
+    cells = []
+    for hit, known, truth, guess in zip(
+        p.hit[:SHOWN, 0].tolist(), p.in_vocab[:SHOWN, 0].tolist(),
+        p.truth[:SHOWN, 0].tolist(), p.target_ids[:SHOWN, 0].tolist(), strict=True,
+    ):  # fmt: skip
+        colour = "#CFE8F5" if hit else "#F9DCCB" if known else "#E6E6E6"
+        text = html.escape(decode(truth)).replace("\n", "&#9166;") or "&nbsp;"
+        tip = html.escape(f"draft said {decode(guess)!r}", quote=True)
+        cells.append(f'<span title="{tip}" style="background:{colour};color:#111">{text}</span>')
+    name = html.escape(captures[conversation].name)
+    return (
+        f"<p><b>{name}</b>: {ratio.numerator} of {ratio.denominator} in-vocab tokens right, "
+        f"<b>{100 * ratio.value:.1f} %</b><br>{html.escape(changes)}</p>"
+        f"<p style='line-height:1.9;max-width:60em;white-space:pre-wrap'>{''.join(cells)}</p>"
+        "<p><small>blue: the draft's token equals the text's; orange: it does not; grey: the token "
+        "is not in the draft's vocabulary. Hover for the draft's choice.</small></p>"
+    )
+
+
+def _shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) -> widgets.VBox:
+    """Controls above an output that `draw(**values)` fills; redrawn whenever a value changes."""
+    output = widgets.Output()
+
+    def update(_change=None) -> None:
+        output.clear_output(wait=True)
+        with output:
+            try:
+                draw(**{name: control.value for name, control in controls.items()})
+            except WorkbookError as err:
+                print(err)
+
+    for control in controls.values():
+        control.observe(update, names="value")
+    box = widgets.VBox([widgets.HBox(list(controls.values())), output])
+    box.add_class("explorer")
+    update()
+    return box
+
+
+def norms_explorer(captures: Sequence[Capture]) -> widgets.VBox:
+    """Choose a tap and a conversation; see its norms."""
+    controls = {
+        "tap": widgets.Dropdown(
+            options=[(str(t), t) for t in captures[0].taps], value=captures[0].taps[1],
+            description="tap",
+        ),
+        "conversation": widgets.IntSlider(
+            0, 0, len(captures) - 1, description="text", continuous_update=False
+        ),
+    }  # fmt: skip
+
+    def draw(tap, conversation: int) -> None:
+        figure = norms_view(captures, conversation, tap)
+        display(figure)
+        plt.close(figure)
+
+    return _shell(controls, draw)
+
+
+def wiring_explorer(
+    forwards: Mapping[str, DraftForward],
+    contracts: Mapping[str, Contract],
+    captures: Sequence[Capture],
+    decode: Callable[[int], str],
+) -> widgets.VBox:
+    """Choose a draft and what feeds each slot; see one conversation's tokens hit or missed."""
+    first = next(iter(forwards))
+    options = [(str(t), t) for t in captures[0].taps]
+    controls: dict[str, widgets.Widget] = {
+        "draft": widgets.Dropdown(options=list(forwards), value=first, description="draft")
+    }
+    for slot, tap in enumerate(contracts[first].taps):
+        controls[f"slot{slot}"] = widgets.Dropdown(options=options, value=tap, description=f"slot {slot}")
+    controls["conversation"] = widgets.IntSlider(
+        0, 0, len(captures) - 1, description="text", continuous_update=False
+    )
+
+    def draw(draft: str, conversation: int, **slots) -> None:
+        taps = [slots[f"slot{i}"] for i in range(len(slots))]
+        view = wiring_view(forwards[draft], captures, contracts[draft], taps, conversation, decode)
+        display(HTML(view))
+
+    return _shell(controls, draw)
+
+
+def token_decoder(folder) -> Callable[[int], str]:
+    """Target id -> text, from the target's own `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda token: tokenizer.decode([int(token)], skip_special_tokens=False)

@@ -1,0 +1,118 @@
+"""Writers and tiny models for tests. Follows each format's own documentation, not our readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCAB, DRAFT_VOCAB, HIDDEN, SLOTS = 97, 40, 32, 3
+
+
+def speculators_draft(
+    *,
+    arch: str = "llama",
+    layers: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    rope: dict | None = None,
+    **flags,
+):
+    """A random draft of speculators' real class, small enough to read; every weight non-trivial."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig, Qwen3Config
+
+    layer = {"llama": LlamaConfig, "qwen3": Qwen3Config}[arch](
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope or {"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=None,
+    )
+    layer._attn_implementation = "eager"
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=[0, 3, 4],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+        **flags,
+    )
+    model = Eagle3DraftModel(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Norm weights near one, the rest wide enough that every path changes the argmax.
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.25 * noise)
+    kept = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[kept] = True
+    model.load_vocab_mappings(t2d, kept - torch.arange(DRAFT_VOCAB))
+    return model.to(dtype).eval()
+
+
+def random_capture_tensors(length: int, generator: torch.Generator, states: int = 4) -> dict:
+    """Token ids, loss mask and states of one made-up conversation, scales as uneven as real ones."""
+    scales = torch.tensor([1.0, 30.0, 60.0, 200.0, 250.0])[:states]
+    hidden = torch.randn(states, length, HIDDEN, generator=generator) * scales[:, None, None]
+    mask = torch.zeros(length)
+    mask[length // 3 :] = 1
+    return {
+        "input_ids": torch.randint(0, VOCAB, (length,), generator=generator),
+        "loss_mask": mask,
+        "hidden_states": list(hidden),
+    }
+
+
+def write_legacy(path: Path, tensors: dict) -> Path:
+    """speculators' legacy `data_N.pt`: a dict with a list of states."""
+    torch.save(tensors, path)
+    return path
+
+
+def speculators_logits(model, tensors: dict, slots: list[int], depths: int) -> Tensor:
+    """(L - 1, depths, Vd) logits of speculators' own forward on one conversation.
+
+    Its `shift_batch` makes the pairs; a hook on lm_head sees the logits, which it does not return.
+    """
+    from speculators.models.eagle3.data import shift_batch
+
+    dtype = model.fc.weight.dtype
+    length = len(tensors["input_ids"])
+    batch = shift_batch(
+        {
+            "input_ids": tensors["input_ids"],
+            "hidden_states": torch.cat([tensors["hidden_states"][i] for i in slots], -1).to(dtype),
+            "verifier_last_hidden_states": tensors["hidden_states"][-1].to(dtype),
+            "loss_mask": tensors["loss_mask"],
+            "lengths": torch.tensor([length]),
+            "position_ids": torch.arange(length),
+        }
+    )
+    seen: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda _m, _i, out: seen.append(out[0]))
+    try:
+        with torch.no_grad():
+            model(
+                hidden_states=batch["hidden_states"][None],
+                input_ids=batch["input_ids"][None],
+                document_ids=torch.zeros(1, length - 1, dtype=torch.long),
+                position_ids=batch["position_ids"][None],
+                ttt_steps=depths,
+            )
+    finally:
+        handle.remove()
+    return torch.stack(seen, 1)
