@@ -111,9 +111,9 @@ CONVENTIONS: dict[str, Convention] = {
         Convention("sglang-deepseek-v4", 1, None, "sglang deepseek_v4: ids are layer outputs"),
         Convention("specforge", 1, _OUTPUTS, "SpecForge model_providers.py, through SGLang's + 1"),
         Convention("modelopt", 1, _OUTPUTS, "Model-Optimizer hf_eagle.py:default_eagle_aux_layer_ids"),
-        Convention("modelopt-hf-dump-old", 0, _BOUNDARY, "Model-Optimizer compute_hidden_states_hf.py @634054"),
+        Convention("modelopt-hf-dump-old", 0, _BOUNDARY, "Model-Optimizer compute_hidden_states_hf.py"),
         Convention("modelopt-hf-dump", 1, _OUTPUTS, "Model-Optimizer collect_hidden_states/aux_layers.py"),
-        Convention("modelopt-vllm-dump", 0, _OUTPUTS, "Model-Optimizer compute_hidden_states_vllm.py @a8c67e"),
+        Convention("modelopt-vllm-dump", 0, _OUTPUTS, "Model-Optimizer compute_hidden_states_vllm.py"),
         Convention("torchspec", 1, None, "TorchSpec#89: captured after layer N"),
         Convention("dflash", 1, None, "vllm configs/speculators/algos.py:update_dflash"),
     )

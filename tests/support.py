@@ -53,7 +53,7 @@ def speculators_draft(
     model = Eagle3DraftModel(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for _name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Norm weights near one, the rest wide enough that every path changes the argmax.
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.25 * noise)
