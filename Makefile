@@ -57,6 +57,7 @@ check: $(TEST) ## lint, and the tests that take seconds
 
 notebooks: $(TEST) ## run the notebooks and write their outputs and facts
 	$(PY) -m lib.notebook write
+	$(PY) -m lib.arc readme
 
 html: $(BASE) ## export the notebooks as single HTML files to html/
 	$(PY) -m lib.notebook html

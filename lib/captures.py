@@ -262,11 +262,6 @@ def _numeric(path: Path) -> tuple[int, str]:
 
 def _build(path, layout, ids, mask, names, readers, hidden_size, final_kind=None, notes=()):
     """Checks that every layout shares; the only place a Capture is made."""
-    if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool or len(ids) == 0:
-        raise CaptureError(
-            path, "token ids", expected="a non-empty 1-D integer tensor",
-            found=f"{tuple(ids.shape)} {ids.dtype}", remedy="recapture; this is not a list of tokens",
-        )  # fmt: skip
     if int(ids.min()) < 0:
         raise CaptureError(
             path, "token ids", expected="ids from 0", found=f"id {int(ids.min())}",
@@ -291,6 +286,14 @@ def _build(path, layout, ids, mask, names, readers, hidden_size, final_kind=None
         path.stem, path, layout, ids.long(), mask.bool(), tuple(names), hidden_size,
         dict(readers), final_kind, tuple(notes),
     )  # fmt: skip
+
+
+def _check_ids(path: Path, ids: Tensor) -> None:
+    if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool or len(ids) == 0:
+        raise CaptureError(
+            path, "token ids", expected="a non-empty 1-D integer tensor",
+            found=f"{tuple(ids.shape)} {ids.dtype}", remedy="recapture; this is not a list of tokens",
+        )  # fmt: skip
 
 
 def _check_states(path: Path, name: str, shape: tuple[int, ...], dtype, length: int) -> None:
@@ -323,6 +326,7 @@ def _open_safetensors(path: Path, loss_mask: Tensor | None) -> Capture:
     _explain_keys(path, set(keys), expected)
     with safe_open(path, "pt") as f:
         ids, dtype = f.get_tensor("token_ids"), f.get_slice("hidden_states").get_dtype()
+    _check_ids(path, ids)
     shape = shapes["hidden_states"]
     if len(shape) != 3:
         raise CaptureError(
@@ -376,6 +380,7 @@ def _open_workbook(path: Path, metadata: dict, keys: list[str], shapes: dict) ->
 
     with safe_open(path, "pt") as f:
         ids, mask = f.get_tensor("token_ids"), f.get_tensor("loss_mask")
+        _check_ids(path, ids)
         for key in states.values():
             if len(shapes[key]) != 2:
                 raise CaptureError(
@@ -431,6 +436,7 @@ def _open_legacy(path: Path) -> Capture:
             found=type(states).__name__, remedy="this is not the legacy list format; see formats A.1",
         )  # fmt: skip
     ids = data["input_ids"]
+    _check_ids(path, ids)
     for i, state in enumerate(states):
         name = f"hidden_states[{i}]"
         if state.ndim != 2 or state.shape[1] != states[0].shape[1]:
@@ -438,7 +444,7 @@ def _open_legacy(path: Path) -> Capture:
                 path, name, expected=f"[positions, {states[0].shape[-1]}] like hidden_states[0]",
                 found=str(tuple(state.shape)), remedy="the list is ragged: recapture this sample",
             )  # fmt: skip
-        _check_states(path, name, tuple(state.shape), state.dtype, len(ids) if ids.ndim else 0)
+        _check_states(path, name, tuple(state.shape), state.dtype, len(ids))
     names = [Stored(i) for i in range(len(states))]
     readers = {name: (lambda s=states[name.index]: s) for name in names}
     notes = ["taps not recorded in the file"]
@@ -462,7 +468,8 @@ class _ArrowMasks:
     def __init__(self, folder: Path) -> None:
         import pyarrow as pa
 
-        files = sorted(folder.glob("*.arrow"))
+        # `datasets` leaves cache-*.arrow files of later `map` calls beside the data-*.arrow ones.
+        files = [f for f in sorted(folder.glob("*.arrow")) if not f.name.startswith("cache-")]
         if not files:
             raise CaptureError(
                 folder, "loss_masks", expected="a dataset folder with *.arrow files", found="none",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lib.captures import load_pickle
 from lib.contract import Contract, Rope, Source
-from lib.errors import CheckpointError
+from lib.errors import CheckpointError, ContractError
 from lib.taps import Tap, default_triple, taps_from_ids
 
 
@@ -58,7 +58,9 @@ class TensorFile:
             found = {name: (lambda n=name, h=handle: h.get_tensor(n)) for name in handle.keys()}
         else:
             data = load_pickle(file, CheckpointError)
-            if not isinstance(data, dict) or not all(isinstance(t, Tensor) for t in data.values()):
+            if not isinstance(data, dict) or not all(
+                isinstance(n, str) and isinstance(t, Tensor) for n, t in data.items()
+            ):
                 raise CheckpointError(
                     file, "file", expected="a state dict (name -> tensor)",
                     found=type(data).__name__, remedy="save model.state_dict(), not the model",
@@ -90,7 +92,8 @@ class TensorFile:
         return self._get[name]()
 
 
-def _weight_files(path: Path) -> list[tuple[Path, set[str] | None]]:
+def _weight_files(path: Path, rule: str = ".*") -> list[tuple[Path, set[str] | None]]:
+    """Files with the names to take from each (None: all); of an index, only names matching `rule`."""
     if path.is_file():
         return [(path, None)]
     for stem in ("model.safetensors", "pytorch_model.bin"):
@@ -104,7 +107,8 @@ def _weight_files(path: Path) -> list[tuple[Path, set[str] | None]]:
                 )  # fmt: skip
             shards: dict[str, set[str]] = {}
             for name, shard in weight_map.items():
-                shards.setdefault(shard, set()).add(name)
+                if re.fullmatch(rule, name):
+                    shards.setdefault(str(shard), set()).add(name)
             for shard in shards:
                 if Path(shard).name != shard or not (path / shard).is_file():
                     raise CheckpointError(
@@ -187,6 +191,11 @@ def load_target_head(path: str | Path) -> TargetHead:
         return _target_head_from_gguf(path)
     config = read_json(path / "config.json")
     text = config.get("text_config", config)
+    if not isinstance(text, dict) or not isinstance(text.get("num_hidden_layers"), int):
+        raise CheckpointError(
+            path / "config.json", "num_hidden_layers", expected="the number of decoder layers",
+            found="none", remedy="give the target's own config.json",
+        )  # fmt: skip
     names = {}
     for part, candidates in (
         ("embed", r"(.*\.)?embed_tokens\.weight"),
@@ -194,7 +203,7 @@ def load_target_head(path: str | Path) -> TargetHead:
         ("lm_head", r"(.*\.)?lm_head\.weight"),
     ):
         names[part] = candidates
-    files = _weight_files(path)
+    files = _weight_files(path, "|".join(names.values()))
     found: dict[str, Tensor] = {}
     for file, wanted in files:
         parts = {
@@ -216,7 +225,7 @@ def load_target_head(path: str | Path) -> TargetHead:
             )  # fmt: skip
     return TargetHead(
         path, found["embed"], found["norm"], found["lm_head"],
-        float(text.get("rms_norm_eps", 1e-6)), int(text["num_hidden_layers"]), config,
+        float(text.get("rms_norm_eps", 1e-6)), text["num_hidden_layers"], config,
     )  # fmt: skip
 
 
@@ -388,7 +397,7 @@ class _Loader:
             self.names[name] = stored
         # speculators nests the layer's config; the other family is flat.
         self.nested = "transformer_layer_config" in config
-        self.layer = config.get("transformer_layer_config", config)
+        self.layer = self.section(config, "transformer_layer_config") if self.nested else config
 
     def take(self, name: str, shape: tuple[int | None, ...], *, required: bool = True):
         """One tensor, shape-checked; None if absent and not required."""
@@ -419,20 +428,30 @@ class _Loader:
 
     def setting(self, name: str, default: Any, why: str) -> tuple[Any, Source]:
         """A config value with its source; absent or null means `default`, which is then noted."""
-        eagle = self.config.get("eagle_config") or {}
+        eagle = self.section(self.config, "eagle_config")
         for place, values in (("config.json", self.config), ("config.json: eagle_config", eagle)):
             if values.get(name) is not None:
                 return values[name], Source("checkpoint", f"{place}: {name}")
         self.notes.append(f"{name} not in config.json: {default!r} ({why})")
         return default, Source("framework default", why)
 
-    def number(self, values: dict, name: str, default: int | float | None = None):
-        """A numeric config entry, required unless a default is given."""
-        value = values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+    def section(self, values: dict, name: str) -> dict:
+        """A nested object of the config; absent or null means empty."""
+        value = values.get(name) or {}
+        if not isinstance(value, dict):
             raise CheckpointError(
-                self.path / "config.json", name, expected="a number", found=repr(value),
-                remedy="add it to the layer's part of config.json",
+                self.path / "config.json", name, expected="an object", found=repr(value),
+                remedy="copy this part of config.json from the original export",
+            )  # fmt: skip
+        return value
+
+    def number(self, values: dict, name: str, default: int | float | None = None):
+        """A positive number of the config; absent or null means the default, if there is one."""
+        value = default if values.get(name) is None else values[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(
+                self.path / "config.json", name, expected="a positive number", found=repr(value),
+                remedy="write the value the draft was trained with into config.json",
             )  # fmt: skip
         return value
 
@@ -441,9 +460,9 @@ class _Loader:
         hidden = int(self.number(layer, "hidden_size"))
         heads = int(self.number(layer, "num_attention_heads"))
         kv_heads = int(self.number(layer, "num_key_value_heads", heads))
-        head_dim = int(layer.get("head_dim") or hidden // heads)
+        head_dim = int(self.number(layer, "head_dim", hidden // heads))
         vocab = int(self.number(layer, "vocab_size"))
-        target_hidden = int(self.config.get("target_hidden_size") or hidden)
+        target_hidden = int(self.number(self.config, "target_hidden_size", hidden))
 
         fc = take("fc.weight", (hidden, None))
         if fc.shape[1] % target_hidden:
@@ -468,7 +487,7 @@ class _Loader:
         fc_norm = [
             take(f"fc_norm.{i}.weight", (target_hidden,))
             for i in range(slots)
-            if f"fc_norm.{i}.weight" in self.names
+            if any(name.startswith("fc_norm.") for name in self.names)
         ]
         parts = {
             "fc": fc,
@@ -550,13 +569,23 @@ class _Loader:
                 self.path, "d2t", expected="integers", found=str(d2t.dtype),
                 remedy="save the map as int64",
             )  # fmt: skip
-        if t2d is not None and d2t is not None and int(t2d.sum()) not in (rows, 0):
-            self.notes.append(f"t2d marks {int(t2d.sum())} tokens, lm_head has {rows} rows")
+        if d2t is not None:
+            self._note_maps(torch.arange(rows) + d2t.long(), t2d, vocab)
         return (None if d2t is None else d2t.long()), (None if t2d is None else t2d.bool())
+
+    def _note_maps(self, ids: Tensor, t2d: Tensor | None, vocab: int) -> None:
+        """Doubts about a map that loads: a wrong one is to be diagnosed, not refused."""
+        rows, inside = len(ids), ids[(ids >= 0) & (ids < vocab)]
+        if outside := rows - len(inside):
+            self.notes.append(f"d2t sends {outside} of {rows} draft ids outside 0..{vocab - 1} (fault 20)")
+        if t2d is not None and t2d.any():  # some writers leave it all zero when nothing is pruned
+            reached = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, inside, True)
+            if differ := int((reached ^ t2d.bool()).sum()):
+                self.notes.append(f"d2t and t2d disagree on {differ} target ids (fault 22)")
 
     def _layers(self, hidden: int, heads: int, kv_heads: int, head_dim: int) -> list[dict]:
         present = {int(m[1]) for n in self.names if (m := re.match(r"layers\.(\d+)\.", n))}
-        declared = int(self.layer.get("num_hidden_layers", 1) or 1)
+        declared = int(self.number(self.layer, "num_hidden_layers", 1))
         if self.nested and present != set(range(declared)):
             raise CheckpointError(
                 self.path, "layers", expected=f"layers 0..{declared - 1} (num_hidden_layers)",
@@ -623,6 +652,21 @@ class _Loader:
             "norm_before_residual", False, "EAGLE, SGLang, vLLM for raw configs"
         )
         output, sources["feedback"] = self.setting("norm_output", False, "EAGLE-3 as published")
+        if has_input_norm and has_fc_norm:
+            raise CheckpointError(
+                self.path, "fc_norm", expected="input_norm or fc_norm, not both", found="both",
+                remedy="remove the one that the draft was trained without",
+            )  # fmt: skip
+        for name, value in (
+            ("norm_before_residual", residual),
+            ("norm_output", output),
+            *((flag, self.config.get(flag) or False) for flag in ("norm_before_fc", "fc_norm")),
+        ):
+            if value not in (True, False):
+                raise CheckpointError(
+                    self.path / "config.json", name, expected="true or false", found=repr(value),
+                    remedy="write it without quotes",
+                )  # fmt: skip
         for flag, present in (("norm_before_fc", has_input_norm), ("fc_norm", has_fc_norm)):
             declared = bool(self.config.get(flag))
             if declared != present:
@@ -661,7 +705,15 @@ class _Loader:
                     expected="a list of whole numbers", found=repr(ids), remedy="fix the config",
                 )  # fmt: skip
             n = self.target.n_layers if self.target else max(ids, default=0) + 1
-            taps = taps_from_ids(ids, self.convention, n)
+            try:
+                taps = taps_from_ids(ids, self.convention, n)
+            except ContractError as err:
+                if err.where == "convention":  # the caller's argument, not the file
+                    raise
+                raise CheckpointError(
+                    self.path / "config.json", err.field, expected=err.expected, found=err.found,
+                    remedy=err.remedy,
+                ) from err  # fmt: skip
             source = Source("checkpoint", f"{source.detail}, read as {self.convention} does")
         if len(taps) != slots:
             raise CheckpointError(
@@ -672,12 +724,16 @@ class _Loader:
         return taps, source
 
     def _rope(self) -> tuple[Rope, Source]:
-        new, old = self.layer.get("rope_parameters"), self.layer.get("rope_scaling")
+        new, old = (self.section(self.layer, name) for name in ("rope_parameters", "rope_scaling"))
         flat = self.layer.get("rope_theta")
-        values = dict(new or old or {})
+        values = dict(new or old)
         theta = values.pop("rope_theta", flat)
+        for stated in (flat, theta):
+            self.number({"rope_theta": stated}, "rope_theta", 10000.0)
         kind = values.pop("rope_type", values.pop("type", "default"))
-        partial = float(values.pop("partial_rotary_factor", self.layer.get("partial_rotary_factor") or 1.0))
+        partial = self.layer.get("partial_rotary_factor")
+        part = {"partial_rotary_factor": values.pop("partial_rotary_factor", partial)}
+        partial = float(self.number(part, "partial_rotary_factor", 1.0))
         if new and flat is not None and new.get("rope_theta", flat) != flat:
             self.notes.append(
                 f"rope_theta {flat:g} and rope_parameters.rope_theta {new['rope_theta']:g} disagree: "

@@ -42,6 +42,8 @@ OPENERS = (
 USER_TOKENS = 40  # a user turn that has not ended by then is dropped, not cut
 ANSWER_TOKENS = 224
 TOP_K = 30  # in place of top-p 0.9: vLLM's CPU sampler sorts all 49,152 logits for top-p, 10x slower
+TURNS = 8_000  # user turns that the corpus may use; later ones are for held-out conversations
+SPARE_TURNS = 200
 CHUNK = 512  # conversations between two writes
 
 
@@ -63,6 +65,11 @@ def read_lines(path: Path) -> list[dict]:
     if len(whole) != len(raw):
         path.write_bytes(whole)
     return [json.loads(line) for line in whole.decode().splitlines()]
+
+
+def corpus_files(folder: Path) -> list[Path]:
+    """The parts of the corpus, in order."""
+    return sorted(folder.glob("corpus.*of*.jsonl"))
 
 
 def append_lines(path: Path, rows: list[dict]) -> None:
@@ -132,7 +139,7 @@ def write_answers(llm, tokenizer, turns: list[dict], path: Path, tokens: int) ->
         rate = (total - before) / (time.monotonic() - began)
         print(f"answers: {total:,} of {tokens:,} response tokens, {rate:,.0f}/s", flush=True)
     if total < tokens:
-        raise SystemExit(f"only {total:,} response tokens from {len(turns)} turns: raise --turns")
+        raise SystemExit(f"only {total:,} response tokens from {len(turns)} turns: raise TURNS")
 
 
 def main() -> None:
@@ -140,7 +147,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="plain Hugging Face folder")
     parser.add_argument("--out", type=Path, required=True, help="corpus.jsonl to write or resume")
-    parser.add_argument("--turns", type=int, default=8_000, help="distinct user turns")
     parser.add_argument("--tokens", type=int, default=1_300_000, help="response tokens wanted")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--part", default="0/1", help="i/n: answer every n-th turn, on core i")
@@ -148,7 +154,8 @@ def main() -> None:
     part, parts = map(int, args.part.split("/"))
 
     if parts > 1:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(part)
+        # vLLM binds to the core but leaves the thread count: two threads on one core wait for each other.
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND=str(part), OMP_NUM_THREADS="1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -165,7 +172,7 @@ def main() -> None:
     tokenizer = llm.get_tokenizer()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     turns_file = args.out.with_name("user_turns.jsonl")
-    turns = write_user_turns(llm, tokenizer, turns_file, args.turns, args.seed)
+    turns = write_user_turns(llm, tokenizer, turns_file, TURNS + SPARE_TURNS, args.seed)[:TURNS]
     out = args.out.with_name(f"{args.out.stem}.{part}of{parts}.jsonl")
     write_answers(llm, tokenizer, turns[part::parts], out, args.tokens // parts)
 

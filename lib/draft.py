@@ -274,6 +274,12 @@ class DraftForward:
         parts = []
         for batch in self.batches(captures, positions == "all", batch_pairs):
             parts.append(self.run(batch, contract, depths, feed, keep_logits))
+        if not parts:
+            raise ContractError(
+                "predict", "positions", expected="at least one pair to predict",
+                found=f"none {positions} in {len(captures)} captures",
+                remedy="use longer texts; positions='all' needs two tokens, scored ones three",
+            )  # fmt: skip
         order = torch.argsort(torch.cat([p[0] for p in parts]), stable=True)
         columns = [torch.cat(c)[order] for c in zip(*(p[:-1] for p in parts), strict=True)]
         logits = torch.cat([p[-1] for p in parts])[order] if keep_logits else None

@@ -142,7 +142,14 @@ def difference(a: Predictions, b: Predictions, depth: int = 0) -> tuple[float, f
     gain = per_conversation(a.hit[:, depth] & counted, a.capture, n) - per_conversation(
         b.hit[:, depth] & counted, b.capture, n
     )
-    weights = resample_weights(n)
+    used = counts > 0  # as in ratio(): a resample of empty conversations only would be 0 / 0
+    gain, counts = gain[used], counts[used]
+    if not len(counts):
+        raise MetricError(
+            "difference", "denominator", expected="at least one in-vocab position", found="none",
+            remedy="check the loss mask and the draft's vocabulary",
+        )  # fmt: skip
+    weights = resample_weights(len(counts))
     low, high = bootstrap_interval((weights @ gain.double()) / (weights @ counts.double()))
     return int(gain.sum()) / int(counts.sum()), low, high
 

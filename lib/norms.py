@@ -24,7 +24,7 @@ from lib.taps import Stored, Tap
 
 # A position is a sink when its norm exceeds this many times its own text's median at that tap.
 SINK_FACTOR = 10.0
-DIGEST_SIZE = 200  # t-digest compression: rank error under 1 %, far less in the tails
+DIGEST_SIZE = 500  # t-digest compression: rank error under 1 % (200 gives 2 %), far less in the tails
 
 
 @dataclass

@@ -103,12 +103,12 @@ class Run:
         return value
 
     def verdict(self) -> pd.DataFrame:
-        """Each prediction scored against its fact: held, failed or not measured."""
+        """Each prediction scored against its fact: held, refuted or not measured."""
         rows = []
         for p in self.predictions:
             fact = self.facts.get(p.fact)
             held = fact is not None and p.low <= fact.value <= p.high
-            outcome = "not measured" if fact is None else "held" if held else "FAILED"
+            outcome = "not measured" if fact is None else "held" if held else "refuted"
             measured = "" if fact is None else f"{fact.value:.4g}"
             rows.append({"prediction": p.label, "expected": p.band, "measured": measured, "verdict": outcome})
         return pd.DataFrame(rows).set_index("prediction")

@@ -4,7 +4,8 @@ Opening needs nothing but `data_samples/`. Making them again takes about two hou
 
     python -m lib.samples all          # or one stage: corpus heldout capture vocabulary train ship
 
-Each stage resumes where it was stopped and leaves its work in `.work/`. `corpus` needs the engine
+Each stage resumes where it was stopped and leaves its work in `.work/`. Two processes of one thread
+(`OMP_NUM_THREADS=1 ... train --drafts a` and `... --drafts bc`) train faster than one of two. `corpus` needs the engine
 environment (`make engine`), `train` needs speculators (`make test` installs it).
 """
 
@@ -47,6 +48,7 @@ TRAINED_TAPS = {
 # What the incident's engine made of the config's ids [2, 15, 27]: the states after 3, 16 and 28.
 SERVED_TAPS = (Tap(3), Tap(16), Tap(28))
 HELDOUT = 32  # conversations, all of them shipped
+OTHER_FORMATS = 2  # of them also in the other capture formats
 VOCABULARY_COVERAGE = 0.95  # share of the corpus's response tokens that the draft vocabulary covers
 
 
@@ -117,8 +119,11 @@ def make_corpus() -> None:
     python = ROOT / ".venv-engine" / "bin" / "python"
     if not python.exists():
         raise SystemExit("the corpus is written by vLLM: run `make engine` first")
-    command = [python, "-m", "lib.corpus", "--target", ensure_target(), "--out", WORK / "corpus.jsonl"]
-    subprocess.run([str(c) for c in command], cwd=ROOT, check=True)
+    base = [python, "-m", "lib.corpus", "--target", ensure_target(), "--out", WORK / "corpus.jsonl"]
+    running = [subprocess.Popen([str(c) for c in [*base, "--part", f"{i}/2"]], cwd=ROOT) for i in range(2)]
+    failed = [p.args[-1] for p in running if p.wait()]
+    if failed:
+        raise SystemExit(f"corpus parts that did not finish: {failed}; run the stage again")
 
 
 def make_heldout() -> None:
@@ -158,20 +163,22 @@ def make_heldout() -> None:
 
 def make_captures() -> None:
     """Record the training states (bf16) and the held-out ones (computed in fp32, stored in bf16)."""
+    from lib.corpus import corpus_files
     from lib.target import ensure_target
     from lib.training import capture_corpus
 
     folder = ensure_target()
-    capture_corpus(WORK / "heldout.jsonl", folder, WORK / "heldout", dtype=torch.float32)
-    capture_corpus(WORK / "corpus.jsonl", folder, WORK / "captures")
+    capture_corpus([WORK / "heldout.jsonl"], folder, WORK / "heldout", dtype=torch.float32)
+    capture_corpus(corpus_files(WORK), folder, WORK / "captures")
 
 
 def make_vocabulary() -> None:
     """The most frequent response tokens that cover `VOCABULARY_COVERAGE` of the corpus."""
-    from lib.corpus import read_lines
+    from lib.corpus import corpus_files, read_lines
     from lib.training import draft_vocabulary
 
-    ids = torch.cat([torch.tensor(r["response"]) for r in read_lines(WORK / "corpus.jsonl")])
+    rows = [row for path in corpus_files(WORK) for row in read_lines(path)]
+    ids = torch.cat([torch.tensor(row["response"]) for row in rows])
     counts = torch.bincount(ids, minlength=49152).sort(descending=True).values
     share = counts.cumsum(0) / counts.sum()
     size = int((share < VOCABULARY_COVERAGE).sum()) + 1
@@ -181,7 +188,7 @@ def make_vocabulary() -> None:
     print(f"draft vocabulary: {size} tokens cover {share[size - 1]:.4f} of {len(ids):,}")
 
 
-def make_drafts(letters: Sequence[str] = ("a", "b", "c")) -> None:
+def make_drafts(letters: Sequence[str] = "abc") -> None:
     """Train the three drafts with one recipe; only taps and targets differ."""
     from lib.target import ensure_target
     from lib.training import Recipe, train
@@ -212,10 +219,10 @@ def ship() -> None:
 
     made = WORK / "data_samples"
     shutil.rmtree(made, ignore_errors=True)
-    for folder in ("incident", "final", "speculators", "workbook"):
+    for folder in ("incident", "final", "speculators/hidden_states", "workbook"):
         (made / "captures" / folder).mkdir(parents=True)
     embed = target_head().embed
-    held, masks = Shards(WORK / "heldout"), []
+    held, rows = Shards(WORK / "heldout"), []
     for i in range(len(held)):
         ids, mask, states = held.read(i)
         by_tap = {Tap(0): embed[ids].to(torch.bfloat16)}
@@ -231,18 +238,24 @@ def ship() -> None:
             made / "captures" / "final" / f"final_{i}.safetensors",
             token_ids=ids, loss_mask=mask, states={}, final=final, final_kind="pre_norm",
         )  # fmt: skip
-        if i < 2:
-            stack = torch.stack([*(by_tap[t] for t in STORED_TAPS), final], 1)  # (L, 5, H)
-            name = made / "captures" / "speculators" / f"hs_{i}.safetensors"
+        if i < OTHER_FORMATS:
+            stack = torch.stack([by_tap[t] for t in STORED_TAPS], 1)  # (L, 4, H)
+            name = made / "captures" / "speculators" / "hidden_states" / f"hs_{i}.safetensors"
             save_file({"hidden_states": stack, "token_ids": ids}, name)
-            masks.append(mask.long().tolist())
+            rows.append((ids.tolist(), mask.long().tolist(), len(ids)))
             save_capture(
                 made / "captures" / "workbook" / f"capture_{i}.safetensors",
                 token_ids=ids, loss_mask=mask, states=by_tap, final=final, final_kind="pre_norm",
             )  # fmt: skip
-    _write_masks(made / "loss_masks", masks)
+    # The dataset beside `hidden_states/`, written by the library that speculators reads it with.
+    from datasets import Dataset
+
+    columns = dict(zip(("input_ids", "loss_mask", "seq_len"), zip(*rows, strict=True), strict=True))
+    dataset = Dataset.from_dict({k: list(v) for k, v in columns.items()}).with_format("torch")
+    dataset.save_to_disk(made / "captures" / "speculators")
     for name in DRAFTS.values():
         _ship_draft(WORK / "drafts" / name, made, name)
+    (made / "corpus.json").write_text(json.dumps(_corpus_summary(), indent=1) + "\n")
     for name in ("LICENSE", "README.md"):
         if (SAMPLES / name).exists():
             shutil.copy(SAMPLES / name, made / name)
@@ -252,15 +265,29 @@ def ship() -> None:
     print(f"{verify()} files, {sum(p.stat().st_size for p in SAMPLES.rglob('*') if p.is_file()):,} bytes")
 
 
-def _write_masks(folder: Path, masks: list[list[int]]) -> None:
-    """Loss masks as `datasets` stores them for speculators: an arrow stream, row i for `hs_i`."""
-    import pyarrow as pa
+def _corpus_summary() -> dict:
+    """What the training text was, without the text: counts, hashes, and the first few questions."""
+    from lib.corpus import OPENERS, corpus_files, read_lines
 
-    folder.mkdir()
-    table = pa.table({"loss_mask": masks})
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as sink:
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
+    rows = [row for path in corpus_files(WORK) for row in read_lines(path)]
+    held = read_lines(WORK / "heldout.jsonl")
+    responses = [len(row["response"]) for row in rows]
+    users = {row["user"].casefold() for row in rows}
+    digest = hashlib.sha256()
+    for path in corpus_files(WORK):
+        digest.update(path.read_bytes())
+    return {
+        "conversations": len(rows),
+        "distinct_user_turns": len(users),
+        "response_tokens": sum(responses),
+        "prompt_tokens": sum(len(row["prompt"]) for row in rows),
+        "ended_by_the_model": sum(row["response"][-1] == 2 for row in rows),
+        "heldout_conversations": len(held),
+        "heldout_turns_also_in_training": sum(row["user"].casefold() in users for row in held),
+        "openers": list(OPENERS),
+        "first_user_turns": [row["user"] for row in rows[:5]],
+        "sha256": digest.hexdigest(),
+    }
 
 
 def _ship_draft(trained: Path, made: Path, name: str) -> None:
@@ -282,7 +309,7 @@ def _write_manifest(made: Path) -> None:
         "captures/": "python -m lib.samples heldout capture ship",
         "drafts/": "python -m lib.samples corpus capture vocabulary train ship",
         "training_logs/": "python -m lib.samples train ship",
-        "loss_masks/": "python -m lib.samples ship",
+        "corpus.json": "python -m lib.samples corpus ship",
     }
     files = [
         {
@@ -320,11 +347,16 @@ def main() -> None:
     """Command line; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", choices=[*STAGES, "all", "verify"])
-    for stage in parser.parse_args().stages:
+    parser.add_argument("--drafts", default="abc", help="train: only these, e.g. --drafts bc")
+    args = parser.parse_args()
+    for stage in args.stages:
         if stage == "verify":
             print(f"{verify()} files match the manifest")
-        for name in STAGES if stage == "all" else [stage] if stage in STAGES else []:
-            STAGES[name]()
+        elif stage == "train":
+            make_drafts(args.drafts)
+        else:
+            for name in STAGES if stage == "all" else [stage]:
+                STAGES[name]()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Sweep:
     def gap(self) -> tuple[float, float, float]:
         """Accuracy of the best minus the second best, paired by conversation: value, low, high."""
         first, second = self.order[:2]
-        both = self.seen[first] & self.seen[second]
+        both = self.seen[first] & self.seen[second] & (self.counts > 0)
         gain = (self.hits[first] - self.hits[second])[both].double()
         counts = self.counts[both].double()
         weights = resample_weights(len(counts))

@@ -60,10 +60,10 @@ def parse_tap(text: str | int | Tap | Stored) -> Tap | Stored:
         return Tap(text)
     if text == "embed":
         return Tap(0)
-    if match := re.fullmatch(r"(layer|stored)(\d+)", text):
+    if isinstance(text, str) and (match := re.fullmatch(r"(layer|stored)(\d+)", text)):
         return (Tap if match[1] == "layer" else Stored)(int(match[2]))
     raise ContractError(
-        "tap", text, expected="'embed', 'layerK' or 'storedI'", found=repr(text),
+        "tap", str(text), expected="'embed', 'layerK' or 'storedI'", found=repr(text),
         remedy="count blocks from 1: the state after the third block is 'layer3'",
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ CONVENTIONS: dict[str, Convention] = {
             "speculators-legacy", 1, ("2", "n//2", "n-3", "n-1"),
             "speculators 751f3a04 data_generation/custom_worker.py: captured after the layer",
         ),
-        Convention("sglang", 1, None, "sglang set_eagle3_layers_to_capture: v + 1"),
+        Convention("sglang", 1, _OUTPUTS, "sglang set_eagle3_layers_to_capture: v + 1"),
         Convention("sglang-25454", None, None, "sglang PR #25454: + 1 only when the first id is 1"),
         Convention("sglang-gpt-oss", 0, None, "sglang PR #32334: boundaries, n reachable"),
         Convention("sglang-deepseek-v4", 1, None, "sglang deepseek_v4: ids are layer outputs"),

@@ -58,7 +58,7 @@ class Recipe:
 
 
 def capture_corpus(
-    corpus: Path,
+    corpus: Sequence[Path],
     target: Path,
     out: Path,
     *,
@@ -70,7 +70,7 @@ def capture_corpus(
     A shard holds `states` [N, 4, H], `token_ids` [N], `lengths` [n] and `prompt_lengths` [n], the
     conversations one after another. Finished shards are skipped, so a killed run resumes.
     """
-    rows = [json.loads(line) for line in corpus.open()]
+    rows = [json.loads(line) for path in corpus for line in path.open()]
     out.mkdir(parents=True, exist_ok=True)
     model = None
     for start in tqdm(range(0, len(rows), SHARD), desc="capture shards", mininterval=20):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB, DRAFT_VOCAB, HIDDEN, SLOTS = 97, 40, 32, 3
@@ -116,3 +118,84 @@ def speculators_logits(model, tensors: dict, slots: list[int], depths: int) -> T
     finally:
         handle.remove()
     return torch.stack(seen, 1)
+
+
+def read_checkpoint(folder: Path) -> tuple[dict, dict]:
+    """Tensors and config of a saved draft, as plain dicts to rename, break and write elsewhere."""
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+def to_midlayer(tensors: dict, config: dict) -> tuple[dict, dict]:
+    """The SGLang / SpecForge / EAGLE form of a speculators draft (formats A.2).
+
+    Prefix `midlayer.`, no embedding, a flat Llama config, tap ids nested in `eagle_config`.
+    """
+    named = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items() if "embed" not in n}
+    layer = config["transformer_layer_config"]
+    flat = {k: v for k, v in layer.items() if k != "rope_parameters"} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
+            "use_aux_hidden_state": True,
+        },
+        "rope_theta": layer["rope_parameters"]["rope_theta"],
+    }
+    return named, flat
+
+
+def write_checkpoint(
+    folder: Path, tensors: dict, config: dict | None, *, kind: str = "safetensors", shards: int = 1
+) -> Path:
+    """`config.json` and weights as Hugging Face lays them out: one file, or shards with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+    write = {"safetensors": save_file, "bin": torch.save}[kind]
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        write(tensors, folder / f"{stem}.{kind}")
+        return folder
+    weight_map = {}
+    for i in range(shards):
+        part = {name: tensors[name] for name in sorted(tensors)[i::shards]}
+        shard = f"{stem}-{i + 1:05}-of-{shards:05}.{kind}"
+        write(part, folder / shard)
+        weight_map |= dict.fromkeys(part, shard)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def tiny_llama(*, layers: int = 6, tied: bool = False, embed: Tensor | None = None, seed: int = 1):
+    """A random transformers Llama as target, final norm far from one; `embed` sets its table."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.25 * noise)
+        if embed is not None:
+            model.model.embed_tokens.weight.copy_(embed)
+    return model
+
+
+def write_stack(path: Path, tensors: dict) -> Path:
+    """speculators' / vLLM's `hs_N.safetensors`: all states in one [L, k, H] tensor, no loss mask."""
+    stack = torch.stack(tensors["hidden_states"], 1).contiguous()  # (L, k, H)
+    save_file({"hidden_states": stack, "token_ids": tensors["input_ids"]}, path)
+    return path

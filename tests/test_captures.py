@@ -1,0 +1,321 @@
+"""Captures in three layouts: nothing lost on the way, nothing read before it is asked for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lib.captures import Capture, open_capture, open_folder, save_capture
+from lib.errors import CaptureError
+from lib.taps import Stored, Tap
+from tests.support import HIDDEN, random_capture_tensors, write_legacy, write_stack
+
+NAMES = ("embed", "layer3", "layer4", "layer6")
+TAPS = (Tap(0), Tap(3), Tap(4), Tap(6))
+
+
+def write_ours(path, tensors, **kwargs):
+    save_capture(
+        path,
+        token_ids=tensors["input_ids"],
+        loss_mask=tensors["loss_mask"],
+        states=dict(zip(TAPS, tensors["hidden_states"], strict=True)),
+        **kwargs,
+    )
+    return path
+
+
+def write_masks(folder, masks, shards=1):
+    """A preprocessed dataset, as the library that speculators uses writes it."""
+    from datasets import Dataset
+
+    rows = {"input_ids": [[1] * len(m) for m in masks], "loss_mask": masks}
+    Dataset.from_dict(rows).with_format("torch").save_to_disk(folder, num_shards=shards)
+    return folder
+
+
+# ---- round trips ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["speculators-legacy", "speculators", "workbook"])
+def test_round_trip(tmp_path, rng, layout, dtype):
+    """Ids, mask and every state come back bit for bit, in the dtype they were stored in."""
+    tensors = random_capture_tensors(9, rng)
+    tensors["hidden_states"] = [s.to(dtype) for s in tensors["hidden_states"]]
+    mask = tensors["loss_mask"]
+    capture = {
+        "speculators-legacy": lambda: open_capture(write_legacy(tmp_path / "data_0.pt", tensors), taps=NAMES),
+        "speculators": lambda: open_capture(
+            write_stack(tmp_path / "hs_0.safetensors", tensors), taps=NAMES, loss_mask=mask
+        ),
+        "workbook": lambda: open_capture(write_ours(tmp_path / "c.safetensors", tensors)),
+    }[layout]()
+    assert (capture.layout, len(capture), capture.hidden_size, capture.taps) == (layout, 9, HIDDEN, TAPS)
+    assert torch.equal(capture.token_ids, tensors["input_ids"])
+    assert torch.equal(capture.loss_mask, mask.bool())
+    for i, (tap, state) in enumerate(zip(TAPS, tensors["hidden_states"], strict=True)):
+        assert capture.state(tap).dtype == dtype
+        assert torch.equal(capture.state(tap), state)
+        assert torch.equal(capture.stored(i), state)
+    assert torch.equal(capture.stored(-1), tensors["hidden_states"][-1])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_arrow_masks_of_the_datasets_library(tmp_path, rng, shards):
+    """speculators keeps the loss mask in an arrow dataset: row N belongs to hs_N, in any number of files."""
+    made = {n: random_capture_tensors(n, rng) for n in (5, 8, 12)}
+    for i, tensors in enumerate(made.values()):
+        write_stack(tmp_path / f"hs_{i}.safetensors", tensors)
+    masks = [t["loss_mask"].long().tolist() for t in made.values()]
+    folder = open_folder(tmp_path, loss_masks=write_masks(tmp_path.parent / f"arrow{shards}", masks, shards))
+    assert [c.loss_mask.long().tolist() for c in folder.captures] == masks
+
+
+def test_arrow_masks_without_the_datasets_library(tmp_path, rng):
+    """A bare arrow stream with that column is enough, and a cache file beside it is not a row."""
+    import pyarrow as pa
+
+    tensors = random_capture_tensors(6, rng)
+    write_stack(tmp_path / "hs_0.safetensors", tensors)
+    made = tmp_path.parent / "arrow"
+    made.mkdir()
+    mask = tensors["loss_mask"].long().tolist()
+    for name, rows in (("data-00000-of-00001", [mask]), ("cache-0f", [[1] * 6])):
+        table = pa.table({"loss_mask": rows})
+        with pa.OSFile(str(made / f"{name}.arrow"), "wb") as f, pa.ipc.new_stream(f, table.schema) as out:
+            out.write_table(table)
+    folder = open_folder(tmp_path, loss_masks=made)
+    assert folder.captures[0].loss_mask.long().tolist() == mask
+
+
+def test_without_a_mask_every_position_counts_and_the_notes_say_so(tmp_path, rng):
+    """A default that changes every number of the report must not be silent."""
+    capture = open_capture(write_stack(tmp_path / "hs_0.safetensors", random_capture_tensors(5, rng)))
+    assert capture.loss_mask.all()
+    assert "no loss mask given: every position counts, the prompt too" in capture.notes
+
+
+# ---- names ------------------------------------------------------------------------------------
+
+
+def test_states_nobody_named_say_so(tmp_path, rng):
+    """`stored1` is a place in the file; calling it layer3 is somebody's claim."""
+    capture = open_capture(write_legacy(tmp_path / "data_0.pt", random_capture_tensors(5, rng)))
+    assert [str(t) for t in capture.taps] == ["stored0", "stored1", "stored2", "stored3"]
+    assert capture.notes == ("taps not recorded in the file",)
+    named = capture.named(NAMES)
+    assert torch.equal(named.state("layer3"), capture.state(Stored(1)))
+    assert capture.taps[1] == Stored(1), "the unnamed capture is unchanged"
+
+
+def test_names_can_be_replaced_by_better_ones(tmp_path, rng):
+    """The incident's shift by one block is one renaming, no new files."""
+    wrong = open_capture(
+        write_legacy(tmp_path / "data_0.pt", random_capture_tensors(5, rng)), taps=(2, 30, 58, 60)
+    )
+    right = wrong.named((3, 31, 59, 61))
+    assert torch.equal(right.state("layer59"), wrong.state("layer58"))
+
+
+@pytest.mark.parametrize("names", [NAMES[:3], (*NAMES, 7), ("embed", "embed", "layer4", "layer6")])
+def test_names_must_fit_the_states(tmp_path, rng, names):
+    """One different name per stored state."""
+    path = write_legacy(tmp_path / "data_0.pt", random_capture_tensors(5, rng))
+    with pytest.raises(CaptureError, match=r"data_0\.pt: taps: expected 4 different names"):
+        open_capture(path, taps=names)
+
+
+# ---- final state ------------------------------------------------------------------------------
+
+
+def test_final_state_can_come_from_another_file_of_the_same_tokens(tmp_path, rng):
+    """The incident's captures have no final state; ours of the same conversation has."""
+    tensors = random_capture_tensors(7, rng)
+    final = torch.randn(7, HIDDEN, generator=rng)
+    incident = open_capture(write_legacy(tmp_path / "data_0.pt", tensors), taps=NAMES)
+    path = write_ours(tmp_path / "c.safetensors", tensors, final=final, final_kind="pre_norm")
+    both = incident.with_final(open_capture(path))
+    assert (both.taps, both.final_kind, both.layout) == (TAPS, "pre_norm", "speculators-legacy")
+    assert torch.equal(both.final(), final)
+    assert torch.equal(both.named((0, 2, 3, 5)).final(), final), "renaming keeps it"
+    with pytest.raises(CaptureError, match=r"data_0\.pt: final: .* no such state"):
+        incident.final()
+
+
+def test_final_state_of_other_tokens_is_refused(tmp_path, rng):
+    """Pairing file 3 with file 4 would be a quiet disaster."""
+    one, two = random_capture_tensors(7, rng), random_capture_tensors(7, rng)
+    first = open_capture(write_legacy(tmp_path / "data_0.pt", one))
+    path = write_ours(tmp_path / "c.safetensors", two, final=two["hidden_states"][3] * 2, final_kind="post_norm")
+    with pytest.raises(CaptureError, match=r"c\.safetensors: token_ids: expected the tokens of .*data_0"):
+        first.with_final(open_capture(path))
+
+
+# ---- laziness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["speculators", "workbook"])
+def test_one_state_is_read_without_the_others(tmp_path, rng, layout):
+    """A NaN at layer4 is layer4's problem: the file opens, layer3 is fine, layer4 is refused."""
+    tensors = random_capture_tensors(9, rng)
+    tensors["hidden_states"][2][5, 7] = float("nan")
+    write = {"speculators": write_stack, "workbook": write_ours}[layout]
+    capture = open_capture(write(tmp_path / "c.safetensors", tensors))
+    if layout == "speculators":
+        capture = capture.named(NAMES)
+    assert torch.equal(capture.state("layer3"), tensors["hidden_states"][1])
+    with pytest.raises(CaptureError, match=r"layer4: .* 1 NaN or Inf values, the first in position 5"):
+        capture.state("layer4")
+
+
+@pytest.mark.parametrize("layout", ["speculators", "workbook"])
+def test_states_stay_on_disk_until_asked_for(tmp_path, rng, layout):
+    """After opening, another file is put in its place: the states are the new file's."""
+    write = {"speculators": write_stack, "workbook": write_ours}[layout]
+    capture = open_capture(write(tmp_path / "c.safetensors", random_capture_tensors(9, rng)))
+    later = random_capture_tensors(9, rng)
+    os.replace(write(tmp_path / "later", later), tmp_path / "c.safetensors")
+    assert torch.equal(capture.stored(1), later["hidden_states"][1])
+
+
+# ---- scored positions -------------------------------------------------------------------------
+
+
+def test_scored_positions_of_a_readable_conversation():
+    """State t and token t+1 predict token t+2; scored when token t+1 is the assistant's.
+
+        t          0     1     2     3     4     5     6
+        token   <user>  hi  <asst>  good  day   !   <user>
+        mask       0     0     0     1     1     1     0
+
+    t=2 pairs the state at `<asst>` with `good` and predicts `day`; t=4 pairs `day` with `!` and
+    predicts `<user>`. t=5 has `<user>` as its token: the engine is not drafting there.
+    """
+    mask = torch.tensor([0, 0, 0, 1, 1, 1, 0]).bool()
+    toy = Capture("toy", None, "toy", torch.arange(7), mask, (), 0, {})
+    assert toy.scored.tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "mask, scored",
+    [
+        ([1, 1, 1, 1], [0, 1]),  # the pair at t=2 has no token t+2 to predict
+        ([1, 0, 0, 0], []),  # token 0 is never a t+1
+        ([0, 0, 0, 1], []),  # the last token is nobody's t+1 with a successor
+        ([0, 1, 0, 1, 1, 0], [0, 2, 3]),  # two turns
+        ([1], []),
+        ([1, 1], []),
+    ],
+)
+def test_scored_positions_at_the_edges(mask, scored):
+    """t + 2 must exist, and t + 1 must be scored: nothing else matters."""
+    ids = torch.arange(len(mask))
+    toy = Capture("toy", None, "toy", ids, torch.tensor(mask).bool(), (), 0, {})
+    assert toy.scored.tolist() == scored
+
+
+@pytest.mark.speculators
+def test_scored_is_speculators_own_shifted_mask(rng):
+    """The trainer's `shift_batch` drops mask[0]; we drop its last pair too, which predicts nothing."""
+    from speculators.models.eagle3.data import shift_batch
+
+    tensors = random_capture_tensors(12, rng)
+    mask = torch.randint(0, 2, (12,), generator=rng)
+    shifted = shift_batch(
+        {
+            "input_ids": tensors["input_ids"],
+            "hidden_states": tensors["hidden_states"][0],
+            "verifier_last_hidden_states": tensors["hidden_states"][-1],
+            "loss_mask": mask,
+            "lengths": torch.tensor([12]),
+            "position_ids": torch.arange(12),
+        }
+    )["loss_mask"]
+    toy = Capture("toy", None, "toy", tensors["input_ids"], mask.bool(), (), 0, {})
+    assert toy.scored.tolist() == shifted[:-1].nonzero().flatten().tolist()
+
+
+# ---- vocabulary -------------------------------------------------------------------------------
+
+
+def test_token_ids_must_exist_in_the_vocabulary(tmp_path, rng):
+    """The largest id decides; the vocabulary's owner is named."""
+    tensors = random_capture_tensors(5, rng)
+    tensors["input_ids"][2] = 96
+    capture = open_capture(write_legacy(tmp_path / "data_0.pt", tensors))
+    capture.check_vocab(97, "draft X")
+    with pytest.raises(CaptureError, match=r"ids below 96, the vocabulary of draft X, found id 96"):
+        capture.check_vocab(96, "draft X")
+
+
+# ---- folders ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, rng):
+    """Captures 0, 2, 10 of lengths 5, 6, 7, and what speculators leaves beside them."""
+    for i, n in ((10, 7), (2, 6), (0, 5)):
+        write_legacy(tmp_path / f"data_{i}.pt", random_capture_tensors(n, rng))
+    (tmp_path / "sample_lengths.json").write_text("{}")
+    torch.save({}, tmp_path / "token_freq.pt")
+    (tmp_path / "data_0.pt.lock").touch()
+    return tmp_path
+
+
+def test_folder_is_in_numeric_order(folder):
+    """data_2 before data_10: row N of a mask dataset depends on it."""
+    assert [c.name for c in open_folder(folder).captures] == ["data_0", "data_2", "data_10"]
+
+
+def test_folder_says_what_it_ignored_and_why(folder):
+    """Accounted for, not skipped."""
+    ignored = open_folder(folder).ignored
+    assert set(ignored) == {"sample_lengths.json", "token_freq.pt", "data_0.pt.lock"}
+    assert ignored["data_0.pt.lock"] == "lock file of a writer"
+
+
+def test_folder_counts_the_defaults_taken(folder):
+    """One line per default, with the number of files."""
+    assert open_folder(folder).notes == ["taps not recorded in the file (3 of 3 files)"]
+
+
+def test_folder_limit_takes_the_first_in_numeric_order(folder):
+    """What is beyond the limit is not even opened."""
+    (folder / "data_10.pt").write_bytes(b"broken")
+    opened = open_folder(folder, limit=2, taps=NAMES).captures
+    assert [len(c) for c in opened] == [5, 6]
+    assert opened[0].taps == TAPS
+
+
+def test_mask_row_must_exist(tmp_path, rng):
+    """Validation captures are numbered from an offset: their rows are in another dataset."""
+    write_stack(tmp_path / "hs_7.safetensors", random_capture_tensors(5, rng))
+    masks = write_masks(tmp_path.parent / "few_masks", [[1] * 5])
+    with pytest.raises(CaptureError, match=r"hs_7\.safetensors: row: expected a number below 1.* found 7"):
+        open_folder(tmp_path, loss_masks=masks)
+
+
+def test_vllm_file_names_need_no_numbers_without_masks(tmp_path, rng):
+    """The connector names files by request; a single file has no row."""
+    tensors = random_capture_tensors(5, rng)
+    tensors |= {"hidden_states": tensors["hidden_states"][:2]}
+    path = write_stack(tmp_path / "cmpl-ab.safetensors", tensors)
+    assert len(open_capture(path).taps) == 2
+
+
+def test_our_own_layout_stores_taps_by_number(tmp_path, rng):
+    """Written out of order, read in order: tap.3 before tap.28 before the final state."""
+    state = {k: torch.randn(4, 8, generator=rng) for k in (28, 3, 0)}
+    path = tmp_path / "c.safetensors"
+    tensors = {f"tap.{k}": s for k, s in state.items()}
+    tensors |= {"token_ids": torch.arange(4), "loss_mask": torch.ones(4), "final": state[28] * 2}
+    save_file(tensors, path, metadata={"format": "eagle3-workbook-capture", "final_kind": "post_norm"})
+    capture = open_capture(path)
+    assert [str(t) for t in capture.taps] == ["embed", "layer3", "layer28"]
+    assert torch.equal(capture.state(28), state[28])
+    assert torch.equal(capture.final(), state[28] * 2)
+    assert capture.final_kind == "post_norm"
