@@ -27,9 +27,9 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-# What the incident's account says (case file; * quoted inconsistently there), and the fact beside it.
+# What the incident's account says (shared case file), and the fact beside it.
 ROWS: tuple[tuple[str, str, str, str, Callable], ...] = (
-    ("norm, second state / first", "35.7 (37.17 / 1.04)", "01", "norm_ratio.second_to_first", "{:.1f}".format),
+    ("norms, state 2 / state 1", "35.7 = 37.17 / 1.04", "01", "norm_ratio.second_to_first", "{:.1f}".format),
     ("accuracy in the training log", "74.7 %", "03", "training_log.full_acc_0", percent),
     ("standalone, fed [1:], in-vocab", "34.1 %", "03", "accuracy.served", percent),
     ("standalone, fed [:-1], in-vocab", "about 76.9 %", "03", "accuracy.trained", percent),

@@ -333,7 +333,7 @@ def _open_safetensors(path: Path, loss_mask: Tensor | None) -> Capture:
             path, "hidden_states", expected="[positions, states, hidden size]", found=str(shape),
             remedy="this is not a speculators / vLLM capture; see formats A.1 for look-alikes",
         )  # fmt: skip
-    _check_states(path, "hidden_states", shape, _TORCH_DTYPES.get(dtype), len(ids))
+    _check_states(path, "hidden_states", shape, _TORCH_DTYPES.get(dtype, dtype), len(ids))
     notes = ["taps not recorded in the file"]
     if loss_mask is None:
         loss_mask = torch.ones(len(ids))
@@ -387,7 +387,8 @@ def _open_workbook(path: Path, metadata: dict, keys: list[str], shapes: dict) ->
                     path, key, expected="[positions, hidden size]", found=str(shapes[key]),
                     remedy="write the file with save_capture()",
                 )  # fmt: skip
-            dtype = _TORCH_DTYPES.get(f.get_slice(key).get_dtype())
+            dtype = f.get_slice(key).get_dtype()
+            dtype = _TORCH_DTYPES.get(dtype, dtype)  # the file's own name if it is no float
             _check_states(path, key, shapes[key], dtype, len(ids))
     widths = {shapes[key][1] for key in states.values()}
     if len(widths) != 1:

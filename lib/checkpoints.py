@@ -409,11 +409,15 @@ class _Loader:
         tensor = self.tensors[stored]
         where = self.tensors.origin[stored]
         wanted = tuple("any" if s is None else s for s in shape)
-        if tensor.ndim != len(shape) or any(
-            s is not None and s != t for s, t in zip(shape, tensor.shape, strict=True)
-        ):
+
+        def fits(found: tuple[int, ...]) -> bool:
+            return len(found) == len(shape) and all(
+                s is None or s == t for s, t in zip(shape, found, strict=True)
+            )
+
+        if not fits(tensor.shape):
             hint = "check hidden_size and the number of slots in config.json"
-            if tuple(tensor.shape[::-1]) == tuple(shape):
+            if fits(tensor.shape[::-1]):
                 hint = "it is stored transposed: save weight.T"
             raise CheckpointError(
                 where, stored, expected=str(wanted), found=str(tuple(tensor.shape)), remedy=hint

@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="plain Hugging Face folder")
     parser.add_argument("--out", type=Path, required=True, help="corpus.jsonl to write or resume")
-    parser.add_argument("--tokens", type=int, default=1_300_000, help="response tokens wanted")
+    parser.add_argument("--tokens", type=int, default=1_260_000, help="response tokens wanted")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--part", default="0/1", help="i/n: answer every n-th turn, on core i")
     args = parser.parse_args()

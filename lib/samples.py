@@ -4,9 +4,9 @@ Opening needs nothing but `data_samples/`. Making them again takes about two hou
 
     python -m lib.samples all          # or one stage: corpus heldout capture vocabulary train ship
 
-Each stage resumes where it was stopped and leaves its work in `.work/`. Two processes of one thread
-(`OMP_NUM_THREADS=1 ... train --drafts a` and `... --drafts bc`) train faster than one of two. `corpus` needs the engine
-environment (`make engine`), `train` needs speculators (`make test` installs it).
+Each stage resumes where it was stopped and leaves its work in `.work/`. `corpus` needs the engine
+environment (`make engine`), `train` needs speculators (`make test` installs it). Two processes of one
+thread (`OMP_NUM_THREADS=1 ... train --drafts a`, and `... --drafts bc`) beat one of two threads.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ TRAINED_TAPS = {
 # What the incident's engine made of the config's ids [2, 15, 27]: the states after 3, 16 and 28.
 SERVED_TAPS = (Tap(3), Tap(16), Tap(28))
 HELDOUT = 32  # conversations, all of them shipped
+END = 2  # <|im_end|>
 OTHER_FORMATS = 2  # of them also in the other capture formats
 VOCABULARY_COVERAGE = 0.95  # share of the corpus's response tokens that the draft vocabulary covers
 
@@ -145,31 +146,40 @@ def make_heldout() -> None:
         raise SystemExit(f"only {len(fresh)} unused user turns: raise lib.corpus --turns")
     folder = ensure_target()
     model, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "left"
     rows = []
-    for user in fresh:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True
-        )
-        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        ids = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS,
-            do_sample=False,
-        )[0]  # fmt: skip
-        n = prompt.shape[1]
-        rows.append({"prompt": ids[:n].tolist(), "response": ids[n:].tolist(), "user": user})
+    for start in range(0, len(fresh), 16):
+        users = fresh[start : start + 16]
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True
+            )
+            for user in users
+        ]
+        prompts = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True)
+        written = model.generate(**prompts, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        width = prompts["input_ids"].shape[1]
+        for user, mask, prompt, ids in zip(
+            users, prompts["attention_mask"].bool(), prompts["input_ids"], written, strict=True
+        ):
+            answer = ids[width:].tolist()
+            if END in answer:  # what follows the end is padding
+                answer = answer[: answer.index(END) + 1]
+            rows.append({"prompt": prompt[mask].tolist(), "response": answer, "user": user})
         print(f"held-out {len(rows)}/{len(fresh)}", flush=True)
     out.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows))
 
 
-def make_captures() -> None:
-    """Record the training states (bf16) and the held-out ones (computed in fp32, stored in bf16)."""
+def make_captures(part: tuple[int, int] = (0, 1)) -> None:
+    """Record the held-out states (computed in fp32, stored in bf16) and the training ones (bf16)."""
     from lib.corpus import corpus_files
     from lib.target import ensure_target
     from lib.training import capture_corpus
 
     folder = ensure_target()
-    capture_corpus([WORK / "heldout.jsonl"], folder, WORK / "heldout", dtype=torch.float32)
-    capture_corpus(corpus_files(WORK), folder, WORK / "captures")
+    if part[0] == 0:
+        capture_corpus([WORK / "heldout.jsonl"], folder, WORK / "heldout", dtype=torch.float32)
+    capture_corpus(corpus_files(WORK), folder, WORK / "captures", part=part)
 
 
 def make_vocabulary() -> None:
@@ -281,7 +291,7 @@ def _corpus_summary() -> dict:
         "distinct_user_turns": len(users),
         "response_tokens": sum(responses),
         "prompt_tokens": sum(len(row["prompt"]) for row in rows),
-        "ended_by_the_model": sum(row["response"][-1] == 2 for row in rows),
+        "ended_by_the_model": sum(row["response"][-1] == END for row in rows),
         "heldout_conversations": len(held),
         "heldout_turns_also_in_training": sum(row["user"].casefold() in users for row in held),
         "openers": list(OPENERS),
@@ -348,12 +358,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", choices=[*STAGES, "all", "verify"])
     parser.add_argument("--drafts", default="abc", help="train: only these, e.g. --drafts bc")
+    parser.add_argument("--part", default="0/1", help="capture: every n-th shard from i, as i/n")
     args = parser.parse_args()
     for stage in args.stages:
         if stage == "verify":
             print(f"{verify()} files match the manifest")
         elif stage == "train":
             make_drafts(args.drafts)
+        elif stage == "capture":
+            part, parts = map(int, args.part.split("/"))
+            make_captures((part, parts))
         else:
             for name in STAGES if stage == "all" else [stage]:
                 STAGES[name]()

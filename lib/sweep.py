@@ -138,9 +138,10 @@ class _Runner:
         return self._result()
 
     def race(self, error: float, first: int, seed: int) -> Sweep:
+        first = max(1, first)
         order = torch.randperm(len(self.captures), generator=torch.Generator().manual_seed(seed)).tolist()
         alive, done = list(range(len(self.contracts))), 0
-        rounds = max(1, (len(order) // max(1, first)).bit_length())
+        rounds = max(1, (len(order) // first).bit_length())
         threshold = error / (len(self.contracts) * rounds)
         while done < len(order):
             size = min(len(order), max(first, 2 * done))
@@ -151,14 +152,17 @@ class _Runner:
 
     def _survivors(self, alive: list[int], seen: list[int], threshold: float) -> list[int]:
         """Drop what is clearly behind the leader, but keep the best two: their gap is the answer."""
+        n = len(seen)
+        if n < 2:  # one conversation has no spread to test against
+            return alive
         score = self.hits[alive][:, seen].sum(1)
         ranked = [alive[i] for i in torch.argsort(score, descending=True, stable=True).tolist()]
-        n = len(seen)
-        limit = float(student.ppf(1 - threshold, n - 1)) if n > 1 else float("inf")
+        limit = float(student.ppf(1 - threshold, n - 1))
         kept = ranked[:2]
         for candidate in ranked[2:]:
             behind = (self.hits[ranked[0], seen] - self.hits[candidate, seen]).double()
-            error = float(behind.std()) * n**0.5
+            # Hits are whole numbers: a few equal differences by luck must not look like certainty.
+            error = max(float(behind.std()), 0.5) * n**0.5
             if float(behind.sum()) <= limit * error:
                 kept.append(candidate)
         return kept

@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,11 +49,10 @@ class Recipe:
     written_ids: tuple[int, int, int]  # what the config says, as the real tools write it
     draft_vocab: int = 2048
     intermediate: int = 1536
-    pack: int = 512
-    steps: int = 4000
+    batch: int = 2  # conversations per step, one forward each: a pack would only attend to zeros
+    steps: int = 3000
     ttt_steps: int = 3
     lr: float = 1e-3
-    muon_lr: float = 2e-3
     warmup: int = 50
     seed: int = 11
 
@@ -64,16 +64,19 @@ def capture_corpus(
     *,
     dtype: torch.dtype = torch.bfloat16,
     tokens_per_batch: int = 8192,
+    part: tuple[int, int] = (0, 1),
 ) -> None:
     """Record `TRAIN_TAPS` for every conversation, stored in bf16, one file per `SHARD` of them.
 
     A shard holds `states` [N, 4, H], `token_ids` [N], `lengths` [n] and `prompt_lengths` [n], the
-    conversations one after another. Finished shards are skipped, so a killed run resumes.
+    conversations one after another. Finished shards are skipped, so a killed run resumes; `part`
+    (i, n) does every n-th shard, for n processes side by side.
     """
     rows = [json.loads(line) for path in corpus for line in path.open()]
     out.mkdir(parents=True, exist_ok=True)
     model = None
-    for start in tqdm(range(0, len(rows), SHARD), desc="capture shards", mininterval=20):
+    starts = range(part[0] * SHARD, len(rows), part[1] * SHARD)
+    for start in tqdm(starts, desc="capture shards", mininterval=20):
         path = out / f"shard_{start // SHARD:03d}.safetensors"
         if path.exists():
             continue
@@ -147,27 +150,21 @@ def as_trainer_batch(ids: Tensor, mask: Tensor, states: Tensor, embed: Tensor, r
     )
 
 
-def packs(shards: Shards, order: Sequence[int], embed: Tensor, recipe: Recipe) -> Iterator[dict]:
-    """Conversations packed into rows of `recipe.pack` positions; a conversation may be cut at the end."""
-    held: list[dict] = []
-    room = recipe.pack
-    for i in order:
-        batch = as_trainer_batch(*shards.read(i), embed, recipe)
-        batch = {k: v[:room] for k, v in batch.items() if k != "lengths"}
-        held.append(batch)
-        room -= len(batch["input_ids"])
-        if room <= 0:
-            yield _join(held)
-            held, room = [], recipe.pack
-
-
-def _join(held: list[dict]) -> dict:
-    documents = torch.cat([torch.full((len(b["input_ids"]),), d) for d, b in enumerate(held)])
-    joined = {k: torch.cat([b[k] for b in held])[None] for k in held[0]}
-    joined["loss_mask"] = joined["loss_mask"].bool()
+def model_inputs(batch: dict) -> dict:
+    """One shifted conversation as keyword arguments of speculators' forward, fp32, batch axis first."""
+    inputs = {key: value[None] for key, value in batch.items() if key != "lengths"}
+    inputs["loss_mask"] = inputs["loss_mask"].bool()
+    inputs["document_ids"] = torch.zeros_like(inputs["input_ids"])
     for key in ("hidden_states", "verifier_last_hidden_states"):
-        joined[key] = joined[key].float()
-    return joined | {"document_ids": documents[None]}
+        inputs[key] = inputs[key].float()
+    return inputs
+
+
+def conversations(shards: Shards, seed: int) -> Iterator[int]:
+    """Conversation numbers without end, each epoch in a new seeded order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(len(shards), generator=generator).tolist()
 
 
 def draft_vocabulary(corpus_ids: Tensor, size: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -250,12 +247,12 @@ def train(
     target: Path,
     vocabulary: Path,
     out: Path,
-    evaluate_every: int = 1000,
+    evaluate_every: int = 500,
     checkpoint_every: float = 150.0,
 ) -> Path:
     """Train one draft; resume from `out/state.pt` if it is there. Returns `out/model`.
 
-    `out/log.csv` gets speculators' metrics on training packs and on the held-out ones.
+    `out/log.csv` gets speculators' metrics on the training and the held-out conversations.
     """
     from speculators.train.optimizers import build_optimizers
 
@@ -263,18 +260,11 @@ def train(
     maps = load_file(vocabulary)
     model = build_model(recipe, target, maps["t2d"].bool(), maps["d2t"])
     embed = model.embed_tokens.weight.to(torch.bfloat16)
-    options = SimpleNamespace(
-        optimizer="muon", lr=recipe.lr, weight_decay=0.0, muon_lr=recipe.muon_lr,
-        muon_momentum=0.95, muon_weight_decay=0.0, muon_ns_steps=5,
-        muon_adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
+    options = SimpleNamespace(optimizer="adamw", lr=recipe.lr, weight_decay=0.0)
     optimizers = build_optimizers(model, options)
     bases = [group["lr"] for o in optimizers for group in o.param_groups]
     data, held = Shards(shards), Shards(heldout)
-    held_batches = [
-        _join([{k: v for k, v in as_trainer_batch(*held.read(i), embed, recipe).items() if k != "lengths"}])
-        for i in range(len(held))
-    ]  # fmt: skip
+    held_batches = [model_inputs(as_trainer_batch(*held.read(i), embed, recipe)) for i in range(len(held))]
 
     step, state_file, log = 0, out / "state.pt", out / "log.csv"
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -303,37 +293,32 @@ def train(
             row = {"step": step, "split": split, **metrics}
             csv.DictWriter(f, LOG_COLUMNS, extrasaction="ignore").writerow(row)
 
-    # The packs of a run are a fixed sequence, so a resumed run skips to its own place in it.
-    generator = torch.Generator().manual_seed(recipe.seed)
-
-    def endless() -> Iterator[dict]:
-        while True:
-            yield from packs(data, torch.randperm(len(data), generator=generator).tolist(), embed, recipe)
-
+    # The order of a run is fixed by its seed, so a resumed run skips to its own place in it.
+    order = islice(conversations(data, recipe.seed), step * recipe.batch, None)
     saved, began, window = time.monotonic(), time.monotonic(), []
-    for number, batch in enumerate(endless()):
-        if number < step:
-            continue
-        if step >= recipe.steps:
-            break
+    while step < recipe.steps:
         scale = min(1.0, (step + 1) / recipe.warmup)
         scale *= 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group, base in zip((g for o in optimizers for g in o.param_groups), bases, strict=True):
             group["lr"] = base * scale
-        _, loss, metrics = model(**batch, ttt_steps=recipe.ttt_steps, loss_config=_loss_config())
         for o in optimizers:
             o.zero_grad(set_to_none=True)
-        loss.backward()
+        for i in islice(order, recipe.batch):
+            inputs = model_inputs(as_trainer_batch(*data.read(i), embed, recipe))
+            # bf16 products halve a step's time here; weights, optimizer, held-out metrics are fp32.
+            with torch.autocast("cpu", torch.bfloat16):
+                _, loss, metrics = model(**inputs, ttt_steps=recipe.ttt_steps, loss_config=_loss_config())
+            (loss / recipe.batch).backward()
+            window.append({k: float(v) for k, v in metrics.items()})
         torch.nn.utils.clip_grad_norm_(list(trainable.values()), 1.0)
         for o in optimizers:
             o.step()
         step += 1
-        window.append({k: float(v) for k, v in metrics.items()})
         if step % 100 == 0:
             sums = {k: sum(w[k] for w in window) for k in window[0]}
             ratios = {k[:-4]: sums[k] / sums[k[:-4] + "_total"] for k in sums if k.endswith("_sum")}
             note("train", ratios)
-            pace = (time.monotonic() - began) / len(window)
+            pace = (time.monotonic() - began) / 100
             print(f"{recipe.name} {step}/{recipe.steps} {pace:.3f} s/step "
                   f"full_acc_0 {ratios['full_acc_0']:.3f}", flush=True)  # fmt: skip
             window, began = [], time.monotonic()

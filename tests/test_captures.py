@@ -71,7 +71,8 @@ def test_arrow_masks_of_the_datasets_library(tmp_path, rng, shards):
     for i, tensors in enumerate(made.values()):
         write_stack(tmp_path / f"hs_{i}.safetensors", tensors)
     masks = [t["loss_mask"].long().tolist() for t in made.values()]
-    folder = open_folder(tmp_path, loss_masks=write_masks(tmp_path.parent / f"arrow{shards}", masks, shards))
+    arrow = write_masks(tmp_path.parent / f"arrow{shards}", masks, shards)
+    folder = open_folder(tmp_path, loss_masks=arrow)
     assert [c.loss_mask.long().tolist() for c in folder.captures] == masks
 
 
@@ -150,7 +151,8 @@ def test_final_state_of_other_tokens_is_refused(tmp_path, rng):
     """Pairing file 3 with file 4 would be a quiet disaster."""
     one, two = random_capture_tensors(7, rng), random_capture_tensors(7, rng)
     first = open_capture(write_legacy(tmp_path / "data_0.pt", one))
-    path = write_ours(tmp_path / "c.safetensors", two, final=two["hidden_states"][3] * 2, final_kind="post_norm")
+    last = two["hidden_states"][3] * 2
+    path = write_ours(tmp_path / "c.safetensors", two, final=last, final_kind="post_norm")
     with pytest.raises(CaptureError, match=r"c\.safetensors: token_ids: expected the tokens of .*data_0"):
         first.with_final(open_capture(path))
 

@@ -14,8 +14,8 @@ from lib.captures import open_capture
 from lib.checkpoints import Draft, Layer, load_draft, load_target_head
 from lib.draft import DraftForward
 from lib.errors import CheckpointError, ContractError
-from lib.target import record_states
 from lib.taps import Tap
+from lib.target import record_states
 from tests.support import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -124,17 +124,16 @@ def test_speculators_format_sharded(native, tmp_path, kind):
 
 
 def test_the_model_prefix_of_some_exports_is_understood(native, tmp_path):
-    """`model.midlayer.*` is `midlayer.*`."""
-    named, flat = to_midlayer(native.tensors, native.config | {"norm_before_residual": True})
-    named = {name if name in ("d2t", "t2d") else f"model.{name}": t for name, t in named.items()}
-    folder = write_checkpoint(tmp_path, named, flat | {"norm_before_residual": True})
-    assert_same_draft(native.draft, load_draft(folder, target=native.target), native.captures)
+    """`model.layers.0.*` is `layers.0.*`; the maps and lm_head never carry it."""
+    bare = ("d2t", "t2d", "lm_head.weight")
+    named = {n if n in bare else f"model.{n}": t for n, t in native.tensors.items()}
+    folder = write_checkpoint(tmp_path, named, native.config)
+    assert_same_draft(native.draft, load_draft(folder), native.captures)
 
 
 def test_harmless_tensors_are_ignored_by_a_named_rule(native, tmp_path):
     """Ignored is a word in the account, with the reason, and never a blank."""
     extra = {
-        "midlayer.self_attn.q_proj.weight": native.tensors["layers.0.self_attn.q_proj.weight"],
         "rotary_emb.inv_freq": torch.ones(4),
         "verifier_norm.weight": torch.ones(HIDDEN),
         "verifier_lm_head.weight": torch.ones(DRAFT_VOCAB, HIDDEN),
@@ -361,13 +360,13 @@ def test_target_head_from_gguf(target, tmp_path):
 
 
 def test_quantised_gguf_is_dequantised(target, tmp_path):
-    """Q8_0: what comes back is the table to within half a quantisation step of each block of 32."""
+    """Q8_0: what comes back is the table to within half a step (and the rounding of the fp16 scale)."""
     from gguf import GGMLQuantizationType
 
     head = load_target_head(write_gguf(tmp_path / "t.gguf", target, GGMLQuantizationType.Q8_0))
     table = target.model.model.embed_tokens.weight.detach()
     step = table.abs().amax(1, keepdim=True) / 127  # H = 32 is one block
-    assert ((head.embed - table).abs() <= 0.51 * step).all()
+    assert ((head.embed - table).abs() <= 0.6 * step).all()
     assert not torch.equal(head.embed, table)
 
 

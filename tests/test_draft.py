@@ -101,7 +101,9 @@ def test_scored_positions_are_rows_of_all(forward, captures):
     """`scored` leaves rows out and changes none; the rows are those before an assistant token."""
     every = forward.predict(captures, depths=3, positions="all")
     some = forward.predict(captures, depths=3)
-    row = {pair: i for i, pair in enumerate(zip(every.capture.tolist(), every.position.tolist(), strict=True))}
+    row = {
+        pair: i for i, pair in enumerate(zip(every.capture.tolist(), every.position.tolist(), strict=True))
+    }
     at = [row[pair] for pair in zip(some.capture.tolist(), some.position.tolist(), strict=True)]
     assert 0 < len(at) < len(row) and len(row) == sum(n - 1 for n in LENGTHS)
     for column in ("draft_ids", "target_ids", "truth", "in_vocab"):
@@ -324,7 +326,9 @@ def test_bf16_agrees_on_most_positions(folder, captures):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: `pytest -m gpu` where there is one")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: `pytest -m gpu` where there is one"
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-9)])
 def test_cuda_equals_cpu(draft, captures, dtype, tolerance):
     """The same code on the GPU, own and teacher feed, within rounding of the CPU."""

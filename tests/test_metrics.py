@@ -83,7 +83,10 @@ def test_pairing_removes_what_conversations_share(rng):
     easy = torch.rand(40, generator=rng)[conversation]
     hits = torch.rand(2000, generator=rng) < easy
     worse = hits & (torch.rand(2000, generator=rng) < 0.9)
-    a, b = (toy(list(zip(conversation.tolist(), h.long().tolist(), [1] * 2000, strict=True))) for h in (hits, worse))
+    a, b = (
+        toy(list(zip(conversation.tolist(), h.long().tolist(), [1] * 2000, strict=True)))
+        for h in (hits, worse)
+    )
     one, (value, low, high) = in_vocab_accuracy(a), difference(a, b)
     assert low < value < high and high - low < (one.high - one.low) / 3 and low > 0
 
