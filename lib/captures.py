@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lib.errors import CaptureError
 from lib.taps import Stored, Tap, parse_tap
+from lib.weights import load_pickle
 
 FORMAT = "eagle3-workbook-capture"
 FINAL = "final"
@@ -398,22 +399,6 @@ def _open_workbook(path: Path, metadata: dict, keys: list[str], shapes: dict) ->
         )  # fmt: skip
     readers = {tap: reader(key) for tap, key in states.items()}
     return _build(path, "workbook", ids, mask, taps, readers, widths.pop(), kind)
-
-
-def load_pickle(path: Path, error: type, **kwargs):
-    """`torch.load` with `weights_only=True`: no code in the file is ever run.
-
-    Raises `error` (CaptureError or CheckpointError) for unreadable files and files with code.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, **kwargs)
-    except Exception as err:  # torch raises a dozen types for damaged files; all become one
-        reason = " ".join(str(err).split())[:200] or type(err).__name__
-        raise error(
-            path, "pickle", expected="tensors and plain containers, saved whole by torch.save",
-            found=reason,
-            remedy="do not load it another way: a file that needs weights_only=False can run code",
-        ) from err  # fmt: skip
 
 
 def _open_legacy(path: Path) -> Capture:

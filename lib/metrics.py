@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from lib.captures import FINAL, Capture
-from lib.checkpoints import Draft, TargetHead
+from lib.checkpoints import Draft
 from lib.draft import Predictions
 from lib.errors import MetricError
 from lib.taps import Stored, Tap
+from lib.target_head import TargetHead
 
 RESAMPLES = 2000
 LEVEL = 0.95

@@ -27,9 +27,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lib.captures import Capture, open_folder, save_capture
-from lib.checkpoints import Draft, TargetHead, load_draft, load_target_head
+from lib.checkpoints import Draft, load_draft
 from lib.errors import CaptureError
 from lib.taps import Tap
+from lib.target_head import TargetHead, load_target_head
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = ROOT / "data_samples"

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lib.captures import Capture, open_capture, open_folder
-from lib.checkpoints import Draft, load_draft, load_target_head
+from lib.checkpoints import Draft, load_draft
 from lib.draft import DraftForward
 from lib.errors import CaptureError, CheckpointError, ContractError
+from lib.target_head import load_target_head
 from tests.support import (
     DRAFT_VOCAB,
     HIDDEN,

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lib.captures import open_capture
-from lib.checkpoints import Draft, Layer, load_draft, load_target_head
+from lib.checkpoints import Draft, Layer, load_draft
 from lib.draft import DraftForward
 from lib.errors import CheckpointError, ContractError
 from lib.taps import Tap
 from lib.target import record_states
+from lib.target_head import load_target_head
 from tests.support import (
     DRAFT_VOCAB,
     HIDDEN,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lib.captures import open_capture
-from lib.checkpoints import TargetHead, load_draft
+from lib.checkpoints import load_draft
 from lib.contract import Contract
 from lib.draft import DraftForward, Predictions
 from lib.errors import MetricError
@@ -21,6 +21,7 @@ from lib.metrics import (
     speculators_accuracy,
     trainer_targets,
 )
+from lib.target_head import TargetHead
 from tests.support import (
     DRAFT_VOCAB,
     HIDDEN,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lib.checkpoints import load_target_head
 from lib.errors import CheckpointError, TargetError
 from lib.taps import Tap
 from lib.target import (
@@ -23,6 +22,7 @@ from lib.target import (
     load_target,
     record_states,
 )
+from lib.target_head import load_target_head
 
 
 @pytest.fixture
