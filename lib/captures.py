@@ -85,6 +85,9 @@ class Capture:
                 found="no such state", remedy="choose a stored tap, or recapture with this one",
             )  # fmt: skip
         states = self.readers[tap]()
+        # One NaN or Inf makes the sum one too; only then is it worth looking at every value.
+        if torch.isfinite(states.sum(dtype=torch.float64)):
+            return states
         bad = ~torch.isfinite(states)
         if bad.any():
             row = int(bad.any(-1).nonzero()[0, 0])
@@ -125,6 +128,11 @@ class Capture:
         readers = {new: self.readers[old] for new, old in zip(names, self.taps, strict=True)}
         readers |= {FINAL: self.readers[FINAL]} if FINAL in self.readers else {}
         return replace(self, taps=names, readers=readers)
+
+    def with_states(self, change: Callable[[Tensor], Tensor]) -> Capture:
+        """The same conversation with every state passed through `change` when read; for controls."""
+        readers = {tap: (lambda read=read: change(read())) for tap, read in self.readers.items()}
+        return replace(self, readers=readers)
 
     def with_final(self, other: Capture) -> Capture:
         """Add the final state of another capture of the same tokens (the incident stored none)."""

@@ -106,7 +106,7 @@ class Draft:
         return offsets + draft_ids if mode == "offset" else offsets
 
     def in_vocab(self) -> Tensor:
-        """(V,) bool: target ids the draft can produce, from the map that it is used with."""
+        """(V,) bool: target ids the draft can produce under its declared map, whatever contract is tried."""
         table = torch.zeros(self.target_vocab, dtype=torch.bool)
         ids = self.to_target(torch.arange(self.draft_vocab))
         table[ids[(ids >= 0) & (ids < self.target_vocab)]] = True

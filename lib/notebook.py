@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 COMMITTED_FACTS = NOTEBOOKS / "facts"
 FACTS_VARIABLE = "EAGLE3_FACTS_DIR"
+NEAR_TIE = "sums in another order (another CPU, thread count) can flip a near-tie"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,10 @@ class Run:
         assert name not in self.facts, f"{name} is recorded twice"
         self.facts[name] = Fact(name, value, n, atol, why)
         return value
+
+    def ratio(self, name: str, ratio: Any) -> float:
+        """Record a `metrics.Ratio`: its value, its denominator as n, half a point of tolerance."""
+        return self.fact(name, ratio.value, n=ratio.denominator, atol=0.005, why=NEAR_TIE)
 
     def verdict(self) -> pd.DataFrame:
         """Each prediction scored against its fact: held, refuted or not measured."""

@@ -49,7 +49,7 @@ def plot_norms(table: pd.DataFrame, title: str) -> Figure:
     axes.set_xscale("log")
     axes.set_xlabel("norm of the state at one position (log scale)")
     axes.set_title(title, loc="left")
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.legend(loc="upper right", fontsize=8, frameon=False)
     return figure
 
 
@@ -119,29 +119,15 @@ def plot_sweep(sweep: Sweep, highlight: Mapping[tuple, str], title: str) -> Figu
     return figure
 
 
-def plot_learning(logs: Mapping[str, pd.DataFrame], title: str) -> Figure:
-    """speculators' full_acc_0 while training: training packs (thin) and held-out (thick)."""
+def plot_learning(logs: Mapping[str, pd.DataFrame], title: str, metric: str = "full_acc_0") -> Figure:
+    """One of speculators' metrics while training: training conversations (thin) and held-out (thick)."""
     figure, axes = _figure()
     for (name, log), colour in zip(logs.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
         train, held = log[log.split == "train"], log[log.split == "heldout"]
-        axes.plot(train.step, 100 * train.full_acc_0, color=colour, alpha=0.35, lw=1)
-        axes.plot(held.step, 100 * held.full_acc_0, "o-", color=colour, label=f"{name}, held-out")
+        axes.plot(train.step, train[metric], color=colour, alpha=0.35, lw=1)
+        axes.plot(held.step, held[metric], "o-", color=colour, label=f"{name}, held-out")
     axes.set_xlabel("step")
-    axes.set_ylabel("full_acc_0, %")
-    axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize=9)
-    return figure
-
-
-def plot_accuracy_by_place(series: Mapping[str, Sequence[float]], edges, title: str) -> Figure:
-    """Accuracy against the place in the answer, one line per variant."""
-    figure, axes = _figure(9.0, 3.2)
-    centres = (np.asarray(edges[:-1]) + np.asarray(edges[1:])) / 2
-    for name, values in series.items():
-        axes.plot(centres, 100 * np.asarray(values), "o-", label=name, color=COLOURS.get(name))
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("token of the answer")
-    axes.set_ylabel("in-vocab accuracy, %")
+    axes.set_ylabel(metric)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=9)
     return figure

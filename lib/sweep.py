@@ -80,6 +80,22 @@ class Sweep:
         low, high = bootstrap_interval((weights @ gain) / (weights @ counts))
         return float(gain.sum() / counts.sum()), low, high
 
+    def summary(self, raced: Sweep | None = None) -> dict[str, str]:
+        """The answer in words: winner, gap with interval, work; and whether a race agrees."""
+        value, low, high = (100 * x for x in self.gap())
+        second = self.contracts[self.order[1]]
+        rows = {
+            "winner": " ".join(map(str, self.winner.taps)),
+            "accuracy": f"{100 * float(self.accuracy[self.order[0]]):.1f} %",
+            "second": " ".join(map(str, second.taps)),
+            "gap, points": f"{value:.1f} [{low:.1f}, {high:.1f}]",
+            "passes": f"{self.passes:.0f}",
+        }
+        if raced is not None:
+            rows["race: winner"] = "the same" if raced.winner == self.winner else "ANOTHER"
+            rows["race: passes"] = f"{raced.passes:.1f}"
+        return rows
+
     def table(self, top: int | None = None) -> pd.DataFrame:
         """Candidates from best to worst with accuracy and conversations seen."""
         rows = [

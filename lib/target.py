@@ -146,6 +146,15 @@ def load_target(folder: Path | str, dtype: torch.dtype = torch.float32):
 
 
 @torch.inference_mode()
+def continue_greedily(model, prompt: Tensor, tokens: int) -> Tensor:
+    """The target's own greedy continuation of `prompt` (L,): at most `tokens` ids, the end token included."""
+    ids = model.generate(
+        prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=tokens, do_sample=False
+    )
+    return ids[0, len(prompt) :]
+
+
+@torch.inference_mode()
 def record_states(model, input_ids: Tensor, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
     """States of the live target at `taps`; the last block's output is taken before the final norm.
 

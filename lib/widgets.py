@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import ipywidgets as widgets
 import matplotlib.pyplot as plt
+import pandas as pd
 from IPython.display import HTML, display
 from matplotlib.figure import Figure
 
@@ -19,7 +20,7 @@ from lib.contract import Contract, diff
 from lib.draft import DraftForward
 from lib.errors import WorkbookError
 from lib.metrics import in_vocab_accuracy
-from lib.plots import plot_text_norms
+from lib.plots import plot_learning, plot_text_norms
 
 SHOWN = 48  # tokens of the answer in a view: what fits without scrolling
 
@@ -130,6 +131,38 @@ def wiring_explorer(
         taps = [slots[f"slot{i}"] for i in range(len(slots))]
         view = wiring_view(forwards[draft], captures, contracts[draft], taps, conversation, decode)
         display(HTML(view))
+
+    return _shell(controls, draw)
+
+
+def conversation_explorer(
+    forward: DraftForward,
+    captures: Sequence[Capture],
+    contract: Contract,
+    decode: Callable[[int], str],
+) -> widgets.VBox:
+    """Choose a conversation; see which of its tokens the draft predicts under one contract."""
+    controls = {
+        "conversation": widgets.IntSlider(
+            0, 0, len(captures) - 1, description="text", continuous_update=False
+        )
+    }  # fmt: skip
+
+    def draw(conversation: int) -> None:
+        display(HTML(wiring_view(forward, captures, contract, contract.taps, conversation, decode)))
+
+    return _shell(controls, draw)
+
+
+def learning_explorer(logs: Mapping[str, pd.DataFrame]) -> widgets.VBox:
+    """Choose a metric of the trainer's log; see it over the steps."""
+    columns = [c for c in next(iter(logs.values())).columns if c not in ("step", "split")]
+    controls = {"metric": widgets.Dropdown(options=columns, value=columns[0], description="metric")}
+
+    def draw(metric: str) -> None:
+        figure = plot_learning(logs, f"{metric} while training; thick: held-out conversations", metric)
+        display(figure)
+        plt.close(figure)
 
     return _shell(controls, draw)
 

@@ -321,3 +321,12 @@ def test_our_own_layout_stores_taps_by_number(tmp_path, rng):
     assert torch.equal(capture.state(28), state[28])
     assert torch.equal(capture.final(), state[28] * 2)
     assert capture.final_kind == "post_norm"
+
+
+def test_with_states_changes_every_state_and_nothing_else(tmp_path, rng):
+    """A control's capture: each state through the same function when read, tokens and masks untouched."""
+    capture = open_capture(write_legacy(tmp_path / "data_0.pt", random_capture_tensors(9, rng)))
+    flipped = capture.with_states(lambda s: s.flip(0))
+    for tap in capture.taps:
+        assert torch.equal(flipped.state(tap), capture.state(tap).flip(0))
+    assert torch.equal(flipped.token_ids, capture.token_ids)

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
@@ -17,7 +18,15 @@ from traitlets.config import Config
 from lib.captures import open_capture
 from lib.checkpoints import load_draft
 from lib.draft import DraftForward
-from lib.widgets import SHOWN, norms_explorer, norms_view, wiring_explorer, wiring_view
+from lib.widgets import (
+    SHOWN,
+    conversation_explorer,
+    learning_explorer,
+    norms_explorer,
+    norms_view,
+    wiring_explorer,
+    wiring_view,
+)
 from tests.support import random_capture_tensors, speculators_draft, write_legacy
 
 TAPS = ("embed", "layer3", "layer4", "layer6")
@@ -127,6 +136,29 @@ def test_wiring_explorer_reacts(toy, shell):
     taps = [captures[0].taps[3], *contract.taps[1:]]
     assert shown[-1] == wiring_view(forward, captures, other, taps, 1, decode)
     assert len(set(shown)) == 4, "a control changed nothing"
+
+
+def test_conversation_explorer_reacts(toy, shell):
+    """One slider: the view of the chosen text under the one contract given."""
+    forward, contract, captures = toy
+    with capture_output():
+        box = conversation_explorer(forward, captures, contract, decode)
+    with capture_output() as seen:
+        controls(box)["text"].value = 2
+    wanted = wiring_view(forward, captures, contract, contract.taps, 2, decode)
+    assert seen.outputs[0].data["text/html"] == wanted
+
+
+def test_learning_explorer_draws_every_metric(shell):
+    """Each column of a training log can be chosen, and the axis names it."""
+    rows = {"step": [100, 100], "split": ["train", "heldout"], "loss": [2.0, 2.1], "full_acc_0": [0.4, 0.3]}
+    with capture_output():
+        box = learning_explorer({"(a)": pd.DataFrame(rows)})
+    metric = controls(box)["metric"]
+    assert metric.options == ("loss", "full_acc_0")
+    with capture_output() as seen:
+        metric.value = "full_acc_0"
+    assert "Figure" in seen.outputs[0].data["text/plain"]
 
 
 def test_errors_show_and_free_the_controls(toy, shell):
