@@ -33,6 +33,7 @@ from lib.rope import rope_table, rotate
 from lib.taps import Stored, Tap
 
 LOGIT_BYTES = 32 << 20  # largest logits chunk; keeps peak memory independent of Vd
+LOG_FLOOR = -30.0  # nats, for a true token that a wrong vocabulary map cannot produce
 SCORE_BYTES = 64 << 20  # largest attention score block of chain depths
 BATCH_PAIRS = 4096  # pairs per batch: large enough for the matrix library, small in memory
 
@@ -352,6 +353,37 @@ class DraftForward:
             torch.stack(kept, 1).cpu() if keep_logits else None,
         )
 
+    @torch.inference_mode()
+    def score(self, batch: Batch, contract: Contract) -> tuple[Tensor, Tensor, Tensor]:
+        """Depth 0 of one batch against the text: for sweeps, where only sums are wanted.
+
+        Returns, on the CPU: (S,) bool, true token in the declared vocabulary; (S,) bool, hit;
+        (S,) log-probability (nats) of the true token, 0 where it is not in the vocabulary and
+        `LOG_FLOOR` where this contract's vocabulary map cannot produce it.
+        """
+        hidden, _ = self.first_step(batch, contract)
+        normed = rms_norm(hidden, self.draft.norm, self.draft.eps) if contract.head_norm else hidden
+        truth = batch.truth(0).cpu()
+        known = self.draft.in_vocab()[truth.clamp(min=0)] & (truth >= 0)
+        produced = self.draft.to_target(torch.arange(self.draft.draft_vocab), contract.vocab_map)
+        inside = (produced >= 0) & (produced < self.draft.target_vocab)
+        draft_id = torch.full((self.draft.target_vocab,), -1)
+        draft_id[produced[inside]] = inside.nonzero().flatten()
+        wanted = torch.where(known, draft_id[truth.clamp(min=0)], -1)
+        best, log_p = [], []
+        for part, ids in zip(self.in_chunks(normed), self.in_chunks(wanted.to(self.device)), strict=True):
+            logits = (part @ self.draft.lm_head.T).to(self.wide)  # (rows, Vd)
+            top = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+            best.append(logits.argmax(-1))
+            log_p.append(torch.where(ids >= 0, top - logits.logsumexp(-1), LOG_FLOOR))
+        predicted = self.draft.to_target(torch.cat(best).cpu(), contract.vocab_map)
+        return known, (predicted == truth) & known, torch.where(known, torch.cat(log_p).cpu(), 0)
+
+    def in_chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows in pieces whose logits stay within `LOGIT_BYTES`."""
+        weight = self.draft.lm_head
+        return rows.split(max(1, LOGIT_BYTES // (weight.shape[0] * weight.element_size())))
+
     def embed(self, tokens: Tensor, contract: Contract) -> Tensor:
         """Normalised token embeddings (n, H); only the rows in use leave the disk."""
         unique, back = tokens.cpu().unique(return_inverse=True)
@@ -502,11 +534,9 @@ class DraftForward:
 
     def head(self, normed: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Greedy draft ids (n,) from (n, H), in chunks; the logits too if `keep`."""
-        weight = self.draft.lm_head
-        rows = max(1, LOGIT_BYTES // (weight.shape[0] * weight.element_size()))
         best, kept = [], []
-        for part in normed.split(rows):
-            logits = part @ weight.T
+        for part in self.in_chunks(normed):
+            logits = part @ self.draft.lm_head.T  # (rows, Vd)
             best.append(logits.argmax(-1))
             if keep:
                 kept.append(logits)

@@ -34,31 +34,45 @@ def ordered_choices(taps: Sequence[Tap | Stored], slots: int) -> list[tuple[Tap 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Hits of every candidate on every conversation it was evaluated on.
+    """What every candidate scored on every conversation it was evaluated on.
+
+    Candidates are ranked by the log-likelihood of the text's own in-vocab tokens, which is what
+    training minimised (up to a constant); accuracy only sees when the first choice changes, and two
+    wirings that differ in an unimportant slot can share almost all first choices.
 
     Attributes:
         contracts: C candidates.
         hits: (C, M) in-vocab hits at depth 0 per conversation.
+        scores: (C, M) summed log-probability (nats) the draft gives the true in-vocab tokens.
         counts: (M,) in-vocab positions per conversation.
         seen: (C, M) bool; all true for an exact sweep.
     """
 
     contracts: tuple[Contract, ...]
     hits: Tensor
+    scores: Tensor
     counts: Tensor
     seen: Tensor
 
     @property
     def accuracy(self) -> Tensor:
         """(C,) in-vocab accuracy over the conversations each candidate was evaluated on."""
-        counts = (self.seen * self.counts).sum(1)
-        return self.hits.sum(1) / counts.clamp(min=1)
+        return self.hits.sum(1) / self._positions
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """(C,) mean log-probability of a true token, nats, over the same conversations."""
+        return self.scores.sum(1) / self._positions
+
+    @property
+    def _positions(self) -> Tensor:
+        return (self.seen * self.counts).sum(1).clamp(min=1)
 
     @property
     def order(self) -> list[int]:
         """Candidates from best to worst; those that saw more come before those that dropped out."""
-        key = self.seen.sum(1).double() * 2 + self.accuracy.double()
-        return torch.argsort(key, descending=True, stable=True).tolist()
+        seen, score = self.seen.sum(1).tolist(), self.log_likelihood.tolist()
+        return sorted(range(len(seen)), key=lambda i: (-seen[i], -score[i]))
 
     @property
     def winner(self) -> Contract:
@@ -71,24 +85,33 @@ class Sweep:
         return float((self.seen * self.counts).sum() / self.counts.sum())
 
     def gap(self) -> tuple[float, float, float]:
-        """Accuracy of the best minus the second best, paired by conversation: value, low, high."""
+        """Best minus second best, nats per token, paired by conversation: value, low, high."""
+        return self._gap(self.scores)
+
+    def accuracy_gap(self) -> tuple[float, float, float]:
+        """The same two candidates' difference in in-vocab accuracy: value, low, high."""
+        return self._gap(self.hits)
+
+    def _gap(self, amounts: Tensor) -> tuple[float, float, float]:
         first, second = self.order[:2]
         both = self.seen[first] & self.seen[second] & (self.counts > 0)
-        gain = (self.hits[first] - self.hits[second])[both].double()
+        gain = (amounts[first] - amounts[second])[both].double()
         counts = self.counts[both].double()
         weights = resample_weights(len(counts))
         low, high = bootstrap_interval((weights @ gain) / (weights @ counts))
         return float(gain.sum() / counts.sum()), low, high
 
     def summary(self, raced: Sweep | None = None) -> dict[str, str]:
-        """The answer in words: winner, gap with interval, work; and whether a race agrees."""
-        value, low, high = (100 * x for x in self.gap())
-        second = self.contracts[self.order[1]]
+        """The answer in words: winner, gaps with intervals, work; and whether a race agrees."""
+        value, low, high = self.gap()
+        points = [100 * x for x in self.accuracy_gap()]
+        first, second = self.order[:2]
         rows = {
-            "winner": " ".join(map(str, self.winner.taps)),
-            "accuracy": f"{100 * float(self.accuracy[self.order[0]]):.1f} %",
-            "second": " ".join(map(str, second.taps)),
-            "gap, points": f"{value:.1f} [{low:.1f}, {high:.1f}]",
+            "winner": " ".join(map(str, self.contracts[first].taps)),
+            "accuracy": f"{100 * float(self.accuracy[first]):.1f} %",
+            "second": " ".join(map(str, self.contracts[second].taps)),
+            "gap, nats a token": f"{value:.4f} [{low:.4f}, {high:.4f}]",
+            "gap, points of accuracy": f"{points[0]:.1f} [{points[1]:.1f}, {points[2]:.1f}]",
             "passes": f"{self.passes:.0f}",
         }
         if raced is not None:
@@ -97,10 +120,11 @@ class Sweep:
         return rows
 
     def table(self, top: int | None = None) -> pd.DataFrame:
-        """Candidates from best to worst with accuracy and conversations seen."""
+        """Candidates from best to worst with both scores and conversations seen."""
         rows = [
             {
                 "taps": " ".join(map(str, self.contracts[i].taps)),
+                "nats a token": round(float(self.log_likelihood[i]), 3),
                 "in-vocab accuracy %": round(100 * float(self.accuracy[i]), 1),
                 "conversations": int(self.seen[i].sum()),
             }
@@ -146,6 +170,7 @@ class _Runner:
         self.forward, self.captures, self.contracts = forward, captures, list(contracts)
         shape = (len(self.contracts), len(captures))
         self.hits = torch.zeros(shape, dtype=torch.int64)
+        self.scores = torch.zeros(shape, dtype=torch.float64)
         self.seen = torch.zeros(shape, dtype=torch.bool)
         self.counts = torch.zeros(len(captures), dtype=torch.int64)
 
@@ -171,13 +196,13 @@ class _Runner:
         n = len(seen)
         if n < 2:  # one conversation has no spread to test against
             return alive
-        score = self.hits[alive][:, seen].sum(1)
+        score = self.scores[alive][:, seen].sum(1)
         ranked = [alive[i] for i in torch.argsort(score, descending=True, stable=True).tolist()]
         limit = float(student.ppf(1 - threshold, n - 1))
         kept = ranked[:2]
         for candidate in ranked[2:]:
-            behind = (self.hits[ranked[0], seen] - self.hits[candidate, seen]).double()
-            # Hits are whole numbers: a few equal differences by luck must not look like certainty.
+            behind = self.scores[ranked[0], seen] - self.scores[candidate, seen]
+            # A few equal differences by luck must not look like certainty: half a nat a text at least.
             error = max(float(behind.std()), 0.5) * n**0.5
             if float(behind.sum()) <= limit * error:
                 kept.append(candidate)
@@ -188,20 +213,17 @@ class _Runner:
         for batch in self.forward.batches(chosen):
             where = torch.tensor([list(conversations)[i] for i in batch.indices])
             for candidate in candidates:
-                hits, counts = _hits(self.forward, batch, self.contracts[candidate])
-                self.hits[candidate, where] = hits
+                known, hit, score = self.forward.score(batch, self.contracts[candidate])
+                counts, hits, scores = (_per_text(batch, x) for x in (known, hit, score))
+                self.hits[candidate, where], self.scores[candidate, where] = hits.long(), scores
                 self.seen[candidate, where] = True
-                self.counts[where] = counts
+                self.counts[where] = counts.long()
 
     def _result(self) -> Sweep:
-        return Sweep(tuple(self.contracts), self.hits, self.counts, self.seen)
+        return Sweep(tuple(self.contracts), self.hits, self.scores, self.counts, self.seen)
 
 
-@torch.inference_mode()
-def _hits(forward: DraftForward, batch: Batch, contract: Contract) -> tuple[Tensor, Tensor]:
-    """In-vocab hits and positions of one batch, per conversation in the batch's order."""
-    _, _, _, predicted, truth, known, _ = forward.run(batch, contract, 1, "teacher", False)
-    n = len(batch.indices)
-    hit = ((predicted == truth) & known)[:, 0].long()
-    zero = torch.zeros(n, dtype=torch.int64)
-    return zero.index_add(0, batch.owner, hit), zero.index_add(0, batch.owner, known[:, 0].long())
+def _per_text(batch: Batch, values: Tensor) -> Tensor:
+    """Sums of (S,) values over each conversation of the batch, float64."""
+    total = torch.zeros(len(batch.indices), dtype=torch.float64)
+    return total.index_add(0, batch.owner, values.double())

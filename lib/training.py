@@ -50,7 +50,7 @@ class Recipe:
     draft_vocab: int = 2048
     intermediate: int = 1536
     batch: int = 2  # conversations per step, one forward each: a pack would only attend to zeros
-    steps: int = 3000
+    steps: int = 3000  # one epoch of the corpus
     ttt_steps: int = 3
     lr: float = 1e-3
     warmup: int = 50

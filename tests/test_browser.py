@@ -31,7 +31,7 @@ SCREENSHOTS = ROOT / "artefacts" / "browser"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
 
-NOTEBOOKS = ["03_*.ipynb"]  # each must have one explorer: a widget with add_class("explorer")
+NOTEBOOKS = ["01_*.ipynb", "02_*.ipynb", "03_*.ipynb", "09_*.ipynb"]  # each has one explorer
 
 SECONDS_TO_START = 180  # a cold JupyterLab on two busy cores
 SECONDS_TO_RUN = 1500  # a whole notebook, with another job on the machine

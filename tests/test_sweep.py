@@ -52,7 +52,7 @@ def test_exact_sweep_finds_the_planted_wiring(planted, exact):
     assert exact.winner.taps == PLANTED and exact.seen.all() and exact.passes == 24
     accuracy = exact.accuracy[exact.order].tolist()
     assert accuracy[0] == 1 and accuracy[1] < 0.9 and accuracy[12] < 0.3
-    assert exact.gap()[1] > 0
+    assert exact.gap()[1] > 0 and exact.accuracy_gap()[1] > 0
     for i in (0, exact.order[0], 23):
         alone = in_vocab_accuracy(forward.predict(captures, contracts[i]))
         assert (int(exact.hits[i].sum()), int(exact.counts.sum())) == (alone.numerator, alone.denominator)
@@ -74,6 +74,7 @@ def test_race_finds_the_same_for_less(planted, exact):
     table = raced.table(top=3)
     assert table.iloc[0].to_dict() == {
         "taps": "layer4 embed layer6", "in-vocab accuracy %": 100.0, "conversations": TEXTS,
+        "nats a token": round(float(exact.log_likelihood.max()), 3),
     }  # fmt: skip
 
 
@@ -82,12 +83,13 @@ def test_gap_is_paired_by_conversation():
     hits = torch.tensor([[3, 5, 9, 0], [5, 7, 11, 0], [0, 0, 0, 0]])
     contracts = tuple(Contract(taps=(i,)) for i in range(3))
     seen = torch.ones(3, 4, dtype=torch.bool)
-    result = Sweep(contracts, hits, torch.tensor([10, 10, 20, 0]), seen)
+    result = Sweep(contracts, hits, hits.double(), torch.tensor([10, 10, 20, 0]), seen)
     value, low, high = result.gap()
     assert result.order == [1, 0, 2] and value == pytest.approx(6 / 40)
     # The empty fourth conversation is left out; the third has twice the positions for its 2.
     assert 2 / 20 <= low < value < high <= 2 / 10
-    ahead = Sweep(contracts, hits * 0 + torch.tensor([[1], [4], [0]]), torch.full((4,), 10), seen)
+    even = hits * 0 + torch.tensor([[1], [4], [0]])
+    ahead = Sweep(contracts, even, even.double(), torch.full((4,), 10), seen)
     assert ahead.gap() == pytest.approx((0.3, 0.3, 0.3))
 
 
@@ -97,6 +99,7 @@ def test_who_saw_more_comes_first():
     result = Sweep(
         tuple(Contract(taps=(i,)) for i in range(2)),
         torch.tensor([[5, 0], [4, 3]]),
+        torch.tensor([[5.0, 0.0], [4.0, 3.0]]),
         torch.tensor([5, 5]),
         seen,
     )
@@ -114,17 +117,19 @@ def test_no_candidates_is_a_named_error(planted):
 
 
 class Table(_Runner):
-    """A runner whose hits are given, so that a thousand races cost seconds."""
+    """A runner whose scores (here: hits) are given, so that a thousand races cost seconds."""
 
     def __init__(self, hits, counts):
         self.contracts = [Contract(taps=(i,)) for i in range(len(hits))]
         self.captures, self.given = range(len(counts)), (hits, counts)
         self.hits, self.counts = torch.zeros_like(hits), torch.zeros_like(counts)
+        self.scores = torch.zeros(hits.shape, dtype=torch.float64)
         self.seen = torch.zeros(hits.shape, dtype=torch.bool)
 
     def _evaluate(self, candidates, conversations):
         c, m = torch.tensor(list(candidates))[:, None], torch.tensor(list(conversations))[None]
         self.hits[c, m], self.seen[c, m] = self.given[0][c, m], True
+        self.scores[c, m] = self.given[0][c, m].double()
         self.counts[m] = self.given[1][m]
 
 
@@ -161,3 +166,19 @@ def test_any_first_round_ends(first):
     hits = torch.tensor([[1, 1, 1, 9], [2, 2, 2, 9], [3, 3, 3, 9], [0, 0, 0, 9]])
     raced = Table(hits, torch.full((4,), 10)).race(0.01, first, seed=0)
     assert raced.winner.taps == (Tap(2),) and raced.seen[2].all()
+
+
+def test_score_is_the_log_probability_of_the_text(planted):
+    """Against a plain log-softmax over kept logits; positions out of vocabulary count nothing."""
+    forward, captures, contracts = planted
+    p = forward.predict(captures, contracts[3], keep_logits=True)
+    to_draft = {int(t): i for i, t in enumerate(forward.draft.to_target(torch.arange(p.logits.shape[-1])))}
+    total = sum(
+        float(p.logits[row, 0].log_softmax(-1)[to_draft[int(p.truth[row, 0])]])
+        for row in p.in_vocab[:, 0].nonzero().flatten()
+    )
+    exact = sweep(forward, captures, contracts[3:4] * 2)
+    assert float(exact.scores[0].sum()) == pytest.approx(total, rel=1e-5)
+    assert int(exact.hits[0].sum()) == int((p.hit & p.in_vocab).sum())
+    identity = sweep(forward, captures, [contracts[3].change(vocab_map="identity")] * 2)
+    assert float(identity.log_likelihood[0]) < float(exact.log_likelihood[0]), "a wrong map scored as well"
