@@ -120,11 +120,11 @@ def plot_sweep(sweep: Sweep, highlight: Mapping[tuple, str], title: str) -> Figu
 
 
 def plot_learning(logs: Mapping[str, pd.DataFrame], title: str, metric: str = "full_acc_0") -> Figure:
-    """One of speculators' metrics while training: training conversations (thin) and held-out (thick)."""
+    """One of speculators' metrics: lines on training conversations, dots on held-out ones."""
     figure, axes = _figure()
     for (name, log), colour in zip(logs.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
         train, held = log[log.split == "train"], log[log.split == "heldout"]
-        axes.plot(train.step, train[metric], color=colour, alpha=0.35, lw=1)
+        axes.plot(train.step, train[metric], color=colour, alpha=0.5, lw=1.4)
         axes.plot(held.step, held[metric], "o-", color=colour, label=f"{name}, held-out")
     axes.set_xlabel("step")
     axes.set_ylabel(metric)

@@ -2,7 +2,7 @@
 
 Opening needs nothing but `data_samples/`. Making them again takes about two hours on two cores:
 
-    python -m lib.samples all          # or one stage: corpus heldout capture vocabulary train ship
+    python -m lib.samples all          # or one stage: corpus heldout capture vocabulary train score ship
 
 Each stage resumes where it was stopped and leaves its work in `.work/`. `corpus` needs the engine
 environment (`make engine`), `train` needs speculators (`make test` installs it). Two processes of one
@@ -139,16 +139,19 @@ def make_heldout() -> None:
     """
     from transformers import AutoTokenizer
 
-    from lib.corpus import ANSWER_TOKENS, read_lines
+    from lib.corpus import ANSWER_TOKENS, TURNS, corpus_files, read_lines
     from lib.target import ensure_target, load_target
 
     out = WORK / "heldout.jsonl"
-    used = {row["user"].casefold() for row in read_lines(WORK / "corpus.jsonl")}
-    fresh = [
-        row["user"] for row in read_lines(WORK / "user_turns.jsonl") if row["user"].casefold() not in used
-    ][:HELDOUT]
-    if len(fresh) < HELDOUT:
-        raise SystemExit(f"only {len(fresh)} unused user turns: raise lib.corpus --turns")
+    # Turns beyond those that the corpus may use; checked again, because a leak here is silent.
+    fresh = [row["user"] for row in read_lines(WORK / "user_turns.jsonl")[TURNS:]][:HELDOUT]
+    used = {row["user"].casefold() for path in corpus_files(WORK) for row in read_lines(path)}
+    leaked = [user for user in fresh if user.casefold() in used]
+    if len(fresh) < HELDOUT or not used or leaked:
+        raise SystemExit(
+            f"held-out turns: {len(fresh)} of {HELDOUT}, {len(leaked)} of them in the corpus of "
+            f"{len(used)} turns: finish the corpus stage first"
+        )
     folder = ensure_target()
     model, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left"
@@ -205,28 +208,45 @@ def make_vocabulary() -> None:
 
 def make_drafts(letters: Sequence[str] = "abc") -> None:
     """Train the three drafts; only taps, targets and the number of steps differ."""
-    from lib.target import ensure_target
-    from lib.training import Recipe, train
+    from lib.training import train
 
-    size = len(load_file(WORK / "vocabulary.safetensors")["d2t"])
     for letter in letters:
-        recipe = Recipe(
-            name=DRAFTS[letter],
-            taps=tuple(t.after_block for t in TRAINED_TAPS[letter]),
-            target_tap=28 if letter == "c" else FINAL_TAP.after_block,
-            # 0-based layers, as the legacy tool writes them: the states after 3, 16 and 28 blocks.
-            written_ids=(2, 15, 27),
-            draft_vocab=size,
-            steps=STEPS[letter],
-        )
-        train(
-            recipe,
-            shards=WORK / "captures",
-            heldout=WORK / "heldout",
-            target=ensure_target(),
-            vocabulary=WORK / "vocabulary.safetensors",
-            out=WORK / "drafts" / recipe.name,
-        )
+        recipe = _recipe(letter)
+        train(recipe, shards=WORK / "captures", **_places(recipe))
+
+
+def score_drafts() -> None:
+    """The trainer's metrics of the finished drafts on the held-out conversations, into their logs."""
+    from lib.training import score_heldout
+
+    for letter in DRAFTS:
+        recipe = _recipe(letter)
+        print(recipe.name, score_heldout(recipe, **_places(recipe)), flush=True)
+
+
+def _recipe(letter: str):
+    from lib.training import Recipe
+
+    return Recipe(
+        name=DRAFTS[letter],
+        taps=tuple(t.after_block for t in TRAINED_TAPS[letter]),
+        target_tap=28 if letter == "c" else FINAL_TAP.after_block,
+        # 0-based layers, as the legacy tool writes them: the states after 3, 16 and 28 blocks.
+        written_ids=(2, 15, 27),
+        draft_vocab=len(load_file(WORK / "vocabulary.safetensors")["d2t"]),
+        steps=STEPS[letter],
+    )
+
+
+def _places(recipe) -> dict[str, Path]:
+    from lib.target import ensure_target
+
+    return {
+        "heldout": WORK / "heldout",
+        "target": ensure_target(),
+        "vocabulary": WORK / "vocabulary.safetensors",
+        "out": WORK / "drafts" / recipe.name,
+    }
 
 
 def ship() -> None:
@@ -355,6 +375,7 @@ STAGES = {
     "capture": make_captures,
     "vocabulary": make_vocabulary,
     "train": make_drafts,
+    "score": score_drafts,
     "ship": ship,
 }
 

@@ -11,6 +11,7 @@ candidates). The last two run through everything: the winner is confirmed, with 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from lib.draft import Batch, DraftForward
 from lib.errors import ContractError
 from lib.metrics import bootstrap_interval, resample_weights
 from lib.taps import Stored, Tap
+
+GROWTH = 1.5  # how far a race's next round goes: more rounds drop losers sooner, each costs some error
 
 
 def ordered_choices(taps: Sequence[Tap | Stored], slots: int) -> list[tuple[Tap | Stored, ...]]:
@@ -152,7 +155,7 @@ def race(
     Args:
         error: chance that a candidate as good as the leader is dropped, over all candidates and
             rounds together.
-        first: conversations in the first round; later rounds double what has been seen.
+        first: conversations in the first round; each later round grows what was seen by `GROWTH`.
         seed: order of the conversations.
     """
     return _Runner(forward, captures, contracts).race(error, first, seed)
@@ -181,13 +184,14 @@ class _Runner:
     def race(self, error: float, first: int, seed: int) -> Sweep:
         first = max(1, first)
         order = torch.randperm(len(self.captures), generator=torch.Generator().manual_seed(seed)).tolist()
+        ends = [min(first, len(order))]
+        while ends[-1] < len(order):
+            ends.append(min(len(order), math.ceil(GROWTH * ends[-1])))
         alive, done = list(range(len(self.contracts))), 0
-        rounds = max(1, (len(order) // first).bit_length())
-        threshold = error / (len(self.contracts) * rounds)
-        while done < len(order):
-            size = min(len(order), max(first, 2 * done))
-            self._evaluate(alive, order[done:size])
-            done = size
+        threshold = error / (len(self.contracts) * len(ends))
+        for end in ends:
+            self._evaluate(alive, order[done:end])
+            done = end
             alive = self._survivors(alive, order[:done], threshold)
         return self._result()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,7 +126,10 @@ def _target_head_from_gguf(path: Path) -> TargetHead:
                 path, name, expected="this tensor", found="none of that name",
                 remedy="give a GGUF of a Llama-style model",
             )  # fmt: skip
-        return torch.from_numpy(dequantize(tensors[name].data, tensors[name].tensor_type))
+        # An F32 tensor comes back as a view of the read-only file: copied only then.
+        return torch.from_numpy(
+            np.require(dequantize(tensors[name].data, tensors[name].tensor_type), None, "W")
+        )
 
     embed = read("token_embd.weight")
     head = read("output.weight") if "output.weight" in tensors else embed

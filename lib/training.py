@@ -336,6 +336,31 @@ def train(
     return out / "model"
 
 
+def score_heldout(recipe: Recipe, *, heldout: Path, target: Path, vocabulary: Path, out: Path) -> dict:
+    """speculators' metrics of a finished run (`out/state.pt`) on held-out conversations, fp32.
+
+    Replaces the log's held-out rows by this one: for when the held-out set was made again.
+    """
+    maps = load_file(vocabulary)
+    model = build_model(recipe, target, maps["t2d"].bool(), maps["d2t"])
+    state = torch.load(out / "state.pt", weights_only=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in state["weights"]:
+                parameter.copy_(state["weights"][name])
+    embed, held = model.embed_tokens.weight.to(torch.bfloat16), Shards(heldout)
+    batches = [model_inputs(as_trainer_batch(*held.read(i), embed, recipe)) for i in range(len(held))]
+    metrics = evaluate(model, batches, recipe)
+    with (out / "log.csv").open(newline="") as f:
+        rows = [row for row in csv.DictReader(f) if row["split"] != "heldout"]
+    rows.append({"step": state["step"], "split": "heldout", **metrics})
+    with (out / "log.csv").open("w", newline="") as f:
+        writer = csv.DictWriter(f, LOG_COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return metrics
+
+
 LOG_COLUMNS = (
     "step", "split", "loss", "full_acc_0", "full_acc_1", "full_acc_2",
     "cond_acc_0", "cond_acc_1", "cond_acc_2",

@@ -160,7 +160,9 @@ def learning_explorer(logs: Mapping[str, pd.DataFrame]) -> widgets.VBox:
     controls = {"metric": widgets.Dropdown(options=columns, value=columns[0], description="metric")}
 
     def draw(metric: str) -> None:
-        figure = plot_learning(logs, f"{metric} while training; thick: held-out conversations", metric)
+        figure = plot_learning(
+            logs, f"{metric}: lines while training, dots on held-out conversations", metric
+        )
         display(figure)
         plt.close(figure)
 
