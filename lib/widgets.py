@@ -49,7 +49,8 @@ def wiring_view(
     contract = base.change(taps=tuple(taps))
     p = forward.predict([captures[conversation]], contract)
     ratio = in_vocab_accuracy(p)
-    changes = "; ".join(diff(base, contract)) or "as trained"
+    changes = "; ".join(diff(base, contract)) or "unchanged"
+    fed = f"fed {' '.join(map(str, contract.taps))} ({changes})"
     cells = []
     for hit, known, truth, guess in zip(
         p.hit[:SHOWN, 0].tolist(), p.in_vocab[:SHOWN, 0].tolist(),
@@ -62,7 +63,7 @@ def wiring_view(
     name = html.escape(captures[conversation].name)
     return (
         f"<p><b>{name}</b>: {ratio.numerator} of {ratio.denominator} in-vocab tokens right, "
-        f"<b>{100 * ratio.value:.1f} %</b><br>{html.escape(changes)}</p>"
+        f"<b>{100 * ratio.value:.1f} %</b><br>{html.escape(fed)}</p>"
         f"<p style='line-height:1.9;max-width:60em;white-space:pre-wrap'>{''.join(cells)}</p>"
         "<p><small>blue: the draft's token equals the text's; orange: it does not; grey: the token "
         "is not in the draft's vocabulary. Hover for the draft's choice.</small></p>"

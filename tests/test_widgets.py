@@ -85,7 +85,7 @@ def test_wiring_view_for_every_choice(toy):
         assert view.count("<span") == min(SHOWN, scored) and hits <= known <= scored
         if scored <= SHOWN:
             assert (view.count("#CFE8F5"), view.count("#F9DCCB")) == (hits, known - hits)
-        assert ("as trained" in view) == (taps == TAPS[:3])
+        assert ("(unchanged)" in view) == (taps == TAPS[:3])
         views[conversation, taps] = view
     # Two views differ even where their hits agree: each names its change.
     assert len(set(views.values())) == 64 * len(captures)
