@@ -84,7 +84,9 @@ def _shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) ->
 
     for control in controls.values():
         control.observe(update, names="value")
-    box = widgets.VBox([widgets.HBox(list(controls.values())), output])
+        control.layout.width = "300px" if isinstance(control, widgets.IntSlider) else "190px"
+    row = widgets.HBox(list(controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
+    box = widgets.VBox([row, output])
     box.add_class("explorer")
     update()
     return box
