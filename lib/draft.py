@@ -88,9 +88,8 @@ class Batch:
         self.states: dict[Tap | Stored, Tensor] = {}
         self.embeds: dict[tuple, Tensor] = {}
         device = forward.device
-        self.lengths = [len(captures[i]) for i in indices]
-        counts = [n - 1 for n in self.lengths]  # pair t needs token t + 1
-        self.starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
+        counts = [len(captures[i]) - 1 for i in indices]  # pair t needs token t + 1
+        starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
         self.time = torch.cat([torch.arange(n) for n in counts]).to(device)  # (N,) t
         self.tokens = [captures[i].token_ids for i in indices]
         picked = [
@@ -99,7 +98,7 @@ class Batch:
         self.counts = torch.tensor(counts)
         self.scored_counts = torch.tensor([len(p) for p in picked])
         self.scored = torch.cat(
-            [p + s for p, s in zip(picked, self.starts, strict=True)]
+            [p + s for p, s in zip(picked, starts, strict=True)]
         ).to(device)  # (S,) indices into N  # fmt: skip
         self.owner = torch.repeat_interleave(torch.arange(len(indices)), self.scored_counts)
         # (B, longest) index into N / S, and the reverse; padding points at row 0 and is masked.
@@ -165,12 +164,16 @@ class Batch:
         return total if f.draft.fc_bias is None else total + f.draft.fc_bias
 
     def embed_share(self, contract: Contract) -> tuple[Tensor, Tensor]:
-        """The embeddings' share of the first layer's projections: (N, 2gd) for k|v, (S, hd) for q."""
+        """The embeddings' share of the first layer's projections: (N, 2gd) for k|v, (n, hd) for q.
+
+        n is S, or N when there are more layers: their keys need the first one's output everywhere.
+        """
         key = (contract.token_shift, contract.embed_scale)
         if key not in self.embeds:
             f = self.forward
             normed = f.embed(self.token_at(contract.token_shift, scored=False), contract)  # (N, H)
-            self.embeds[key] = (normed @ f.kv_embed.T, normed[self.scored] @ f.q_embed.T)
+            queries = normed[self.scored] if len(f.draft.layers) == 1 else normed
+            self.embeds[key] = (normed @ f.kv_embed.T, queries @ f.q_embed.T)
         return self.embeds[key]
 
 
@@ -207,6 +210,7 @@ class DraftForward:
         )
         self.gate_up = [torch.cat((layer.gate, layer.up)) for layer in draft.layers]  # (2I, H)
         self.kv_rest = [torch.cat((layer.k, layer.v)) for layer in draft.layers[1:]]
+        self.in_vocab = draft.in_vocab()  # (V,) bool, once: every contract of a sweep asks for it
 
     # ---- public -------------------------------------------------------------------------------
 
@@ -340,8 +344,7 @@ class DraftForward:
                 hidden = normed
         draft_ids = torch.stack(ids, 1).cpu()  # (S, D)
         truth = torch.stack([batch.truth(d) for d in range(depths)], 1).cpu()
-        table = self.draft.in_vocab()
-        known = table[truth.clamp(min=0)] & (truth >= 0)
+        known = self.in_vocab[truth.clamp(min=0)] & (truth >= 0)
         capture = torch.tensor(batch.indices)[batch.owner]
         return (
             capture,
@@ -364,7 +367,7 @@ class DraftForward:
         hidden, _ = self.first_step(batch, contract)
         normed = rms_norm(hidden, self.draft.norm, self.draft.eps) if contract.head_norm else hidden
         truth = batch.truth(0).cpu()
-        known = self.draft.in_vocab()[truth.clamp(min=0)] & (truth >= 0)
+        known = self.in_vocab[truth.clamp(min=0)] & (truth >= 0)
         produced = self.draft.to_target(torch.arange(self.draft.draft_vocab), contract.vocab_map)
         inside = (produced >= 0) & (produced < self.draft.target_vocab)
         draft_id = torch.full((self.draft.target_vocab,), -1)
@@ -404,12 +407,9 @@ class DraftForward:
         last = len(self.draft.layers) - 1
         rows = batch.scored if last == 0 else None
         kv = kv_share + normed @ self.kv_hidden.T  # (N, 2gd)
-        if rows is None:
-            everything = self.embed(batch.token_at(contract.token_shift, scored=False), contract)
-            q = everything @ self.q_embed.T + normed @ self.q_hidden.T
-        else:
-            q = q_share + normed[rows] @ self.q_hidden.T  # (S, hd)
-            residual = residual[rows]
+        if rows is not None:
+            normed, residual = normed[rows], residual[rows]
+        q = q_share + normed @ self.q_hidden.T  # (S, hd), or (N, hd) with more layers
         cos_sin = self.rope(batch.time, 0, contract)
         cache = [self.heads(first, q, kv, cos_sin, rows, contract)]
         x = self.finish(0, residual, self.attend(batch, *cache[0], rows))

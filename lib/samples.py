@@ -73,7 +73,7 @@ def captures(limit: int | None = None, root: Path = SAMPLES) -> list[Capture]:
     return [c.named(STORED_TAPS).with_final(f) for c, f in zip(files, finals, strict=True)]
 
 
-def target_head(root: Path = SAMPLES) -> TargetHead:
+def target_head() -> TargetHead:
     """Embedding, final norm and lm_head of the sample target (fetched on first use)."""
     from lib.target import ensure_target
 
@@ -262,7 +262,7 @@ def ship() -> None:
     for i in range(len(held)):
         ids, mask, states = held.read(i)
         by_tap = {Tap(0): embed[ids].to(torch.bfloat16)}
-        by_tap |= {t: states[:, k].contiguous() for k, t in enumerate((Tap(3), Tap(16), Tap(28)))}
+        by_tap |= {t: states[:, k].contiguous() for k, t in enumerate(STORED_TAPS[1:])}
         final = states[:, 3].contiguous()
         sample = {
             "input_ids": ids,

@@ -235,8 +235,29 @@ def evaluate(model, batches: Sequence[dict], recipe: Recipe) -> dict[str, float]
         _, _, metrics = model(**batch, ttt_steps=recipe.ttt_steps, loss_config=_loss_config())
         for key, value in metrics.items():
             sums[key] = sums.get(key, 0.0) + float(value)
+    return ratios(sums)
+
+
+def ratios(sums: dict[str, float]) -> dict[str, float]:
+    """speculators' summed `NAME_sum` and `NAME_total` -> {NAME: sum / total}."""
     names = {k.rsplit("_", 1)[0] for k in sums}
     return {n: sums[f"{n}_sum"] / sums[f"{n}_total"] for n in sorted(names)}
+
+
+def heldout_batches(model, heldout: Path, recipe: Recipe) -> list[dict]:
+    """The held-out conversations as inputs of speculators' forward."""
+    embed, held = model.embed_tokens.weight.to(torch.bfloat16), Shards(heldout)
+    return [model_inputs(as_trainer_batch(*held.read(i), embed, recipe)) for i in range(len(held))]
+
+
+@torch.no_grad()
+def restore(model, state_file: Path) -> dict:
+    """Put a run's saved weights into the model; returns the whole saved state."""
+    state = torch.load(state_file, weights_only=True)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(state["weights"][name])
+    return state
 
 
 def train(
@@ -263,17 +284,13 @@ def train(
     options = SimpleNamespace(optimizer="adamw", lr=recipe.lr, weight_decay=0.0)
     optimizers = build_optimizers(model, options)
     bases = [group["lr"] for o in optimizers for group in o.param_groups]
-    data, held = Shards(shards), Shards(heldout)
-    held_batches = [model_inputs(as_trainer_batch(*held.read(i), embed, recipe)) for i in range(len(held))]
+    data, held_batches = Shards(shards), heldout_batches(model, heldout, recipe)
 
     step, state_file, log = 0, out / "state.pt", out / "log.csv"
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
+        state = restore(model, state_file)
         step = state["step"]
-        with torch.no_grad():
-            for name, p in trainable.items():
-                p.copy_(state["weights"][name])
         for o, s in zip(optimizers, state["optimizers"], strict=True):
             o.load_state_dict(s)
     if not log.exists():
@@ -315,12 +332,11 @@ def train(
             o.step()
         step += 1
         if step % 100 == 0:
-            sums = {k: sum(w[k] for w in window) for k in window[0]}
-            ratios = {k[:-4]: sums[k] / sums[k[:-4] + "_total"] for k in sums if k.endswith("_sum")}
-            note("train", ratios)
+            metrics = ratios({k: sum(w[k] for w in window) for k in window[0]})
+            note("train", metrics)
             pace = (time.monotonic() - began) / 100
             print(f"{recipe.name} {step}/{recipe.steps} {pace:.3f} s/step "
-                  f"full_acc_0 {ratios['full_acc_0']:.3f}", flush=True)  # fmt: skip
+                  f"full_acc_0 {metrics['full_acc_0']:.3f}", flush=True)  # fmt: skip
             window, began = [], time.monotonic()
         if step % evaluate_every == 0 or step == recipe.steps:
             metrics = evaluate(model, held_batches, recipe)
@@ -343,14 +359,8 @@ def score_heldout(recipe: Recipe, *, heldout: Path, target: Path, vocabulary: Pa
     """
     maps = load_file(vocabulary)
     model = build_model(recipe, target, maps["t2d"].bool(), maps["d2t"])
-    state = torch.load(out / "state.pt", weights_only=True)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in state["weights"]:
-                parameter.copy_(state["weights"][name])
-    embed, held = model.embed_tokens.weight.to(torch.bfloat16), Shards(heldout)
-    batches = [model_inputs(as_trainer_batch(*held.read(i), embed, recipe)) for i in range(len(held))]
-    metrics = evaluate(model, batches, recipe)
+    state = restore(model, out / "state.pt")
+    metrics = evaluate(model, heldout_batches(model, heldout, recipe), recipe)
     with (out / "log.csv").open(newline="") as f:
         rows = [row for row in csv.DictReader(f) if row["split"] != "heldout"]
     rows.append({"step": state["step"], "split": "heldout", **metrics})
