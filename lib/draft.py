@@ -17,7 +17,7 @@ H hidden, k slots, Vd draft vocabulary, D depths, h query heads, g key/value hea
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,7 @@ from lib.captures import Capture
 from lib.checkpoints import Draft, Layer
 from lib.contract import Contract
 from lib.errors import ContractError
+from lib.products import product
 from lib.rope import rope_table, rotate
 from lib.taps import Stored, Tap
 
@@ -137,31 +138,12 @@ class Batch:
         """(N, H): this slot's share of `fc`, its norm weight included, for one tap."""
         key = (slot, tap, kind)
         if key not in self.products:
-            f, x = self.forward, self.state(tap)
-            width = x.shape[1]
-            weight = f.fc[:, slot * width : (slot + 1) * width]  # (H, Ht)
-            if kind == "input_norm":
-                x = x * f.draft.input_norm[slot * width : (slot + 1) * width]
-            elif kind == "fc_norm":
-                x = rms_norm(x, f.draft.fc_norm[slot], f.draft.eps)
-            self.products[key] = x @ weight.T
+            self.products[key] = self.forward.slot_product(slot, self.state(tap), kind)
         return self.products[key]
 
     def fused(self, contract: Contract) -> Tensor:
         """(N, H): what `fc` makes of the taps, or the last slot alone when `fc` is bypassed."""
-        f = self.forward
-        if not contract.use_fc:
-            return self.state(contract.taps[-1])
-        kind = contract.fc_input_norm
-        total = self.slot_product(0, contract.taps[0], kind)
-        for slot, tap in enumerate(contract.taps[1:], start=1):
-            total = total + self.slot_product(slot, tap, kind)
-        if kind == "input_norm":
-            # One RMSNorm over all slots: its scale is one number per pair, so it can come last.
-            wide = [self.state(t).to(f.wide) for t in contract.taps]
-            mean = sum(x.pow(2).sum(-1, keepdim=True) for x in wide) / sum(x.shape[1] for x in wide)
-            total = (total * torch.rsqrt(mean + f.draft.eps)).to(f.dtype)
-        return total if f.draft.fc_bias is None else total + f.draft.fc_bias
+        return self.forward.fuse(contract, self.state, self.slot_product)
 
     def embed_share(self, contract: Contract) -> tuple[Tensor, Tensor]:
         """The embeddings' share of the first layer's projections: (N, 2gd) for k|v, (n, hd) for q.
@@ -382,6 +364,41 @@ class DraftForward:
         predicted = self.draft.to_target(torch.cat(best).cpu(), contract.vocab_map)
         return known, (predicted == truth) & known, torch.where(known, torch.cat(log_p).cpu(), 0)
 
+    def slot_product(self, slot: int, x: Tensor, kind: str) -> Tensor:
+        """(n, Ht) -> (n, H): one slot's share of `fc`, its norm weight included."""
+        width = x.shape[1]
+        columns = slice(slot * width, (slot + 1) * width)
+        if kind == "input_norm":
+            x = x * self.draft.input_norm[columns]
+        elif kind == "fc_norm":
+            x = rms_norm(x, self.draft.fc_norm[slot], self.draft.eps)
+        return product(x, self.fc[:, columns])
+
+    def fuse(
+        self,
+        contract: Contract,
+        state: Callable[[Tap | Stored], Tensor],
+        share: Callable[[int, Tap | Stored, str], Tensor],
+    ) -> Tensor:
+        """(n, H): what `fc` makes of the taps, or the last slot alone when `fc` is bypassed.
+
+        Args:
+            state: tap -> (n, Ht).
+            share: slot, tap, kind of norm -> (n, H), as `slot_product` computes it.
+        """
+        if not contract.use_fc:
+            return state(contract.taps[-1])
+        kind = contract.fc_input_norm
+        total = share(0, contract.taps[0], kind)
+        for slot, tap in enumerate(contract.taps[1:], start=1):
+            total = total + share(slot, tap, kind)
+        if kind == "input_norm":
+            # One RMSNorm over all slots: its scale is one number per pair, so it can come last.
+            wide = [state(t).to(self.wide) for t in contract.taps]
+            mean = sum(x.pow(2).sum(-1, keepdim=True) for x in wide) / sum(x.shape[1] for x in wide)
+            total = (total * torch.rsqrt(mean + self.draft.eps)).to(self.dtype)
+        return total if self.draft.fc_bias is None else total + self.draft.fc_bias
+
     def in_chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Rows in pieces whose logits stay within `LOGIT_BYTES`."""
         weight = self.draft.lm_head
@@ -434,8 +451,7 @@ class DraftForward:
         normed = rms_norm(hidden, first.hidden_norm, self.draft.eps)
         x = normed if contract.norm_before_residual else hidden
         embeds = self.embed(token, contract)  # (S, H)
-        q = embeds @ self.q_embed.T + normed @ self.q_hidden.T
-        kv = embeds @ self.kv_embed.T + normed @ self.kv_hidden.T
+        q, kv = self.first_projections(embeds, normed)
         cos_sin = self.rope(batch.time[batch.scored], depth, contract)
         for i, layer in enumerate(self.draft.layers):
             if i:
@@ -445,6 +461,11 @@ class DraftForward:
             chains[i].append((k, v))
             x = self.finish(i, x, self.attend_chain(batch, q, *keys[i], chains[i]))
         return x
+
+    def first_projections(self, embeds: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """First layer's q (n, hd) and k|v (n, 2gd) from both halves of its wide input."""
+        q = product(embeds, self.q_embed) + product(normed, self.q_hidden)
+        return q, product(embeds, self.kv_embed) + product(normed, self.kv_hidden)
 
     def rope(self, time: Tensor, depth: int, contract: Contract) -> tuple[Tensor, Tensor]:
         """cos and sin for the pairs at `time`, `depth` steps into their chains."""
@@ -526,17 +547,17 @@ class DraftForward:
     def finish(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection, MLP and both residual additions of one layer: (n, H)."""
         layer = self.draft.layers[index]
-        projected = attended @ layer.o.T
+        projected = product(attended, layer.o)
         x = residual + (projected if layer.o_bias is None else projected + layer.o_bias)
         normed = rms_norm(x, layer.post_attention_layernorm, self.draft.eps)
-        gate, up = (normed @ self.gate_up[index].T).chunk(2, -1)  # (n, I) each
-        return x + (F.silu(gate) * up) @ layer.down.T
+        gate, up = product(normed, self.gate_up[index]).chunk(2, -1)  # (n, I) each
+        return x + product(F.silu(gate) * up, layer.down)
 
     def head(self, normed: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Greedy draft ids (n,) from (n, H), in chunks; the logits too if `keep`."""
         best, kept = [], []
         for part in self.in_chunks(normed):
-            logits = part @ self.draft.lm_head.T  # (rows, Vd)
+            logits = product(part, self.draft.lm_head)  # (rows, Vd)
             best.append(logits.argmax(-1))
             if keep:
                 kept.append(logits)

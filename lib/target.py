@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -154,6 +155,36 @@ def continue_greedily(model, prompt: Tensor, tokens: int) -> Tensor:
     return ids[0, len(prompt) :]
 
 
+@contextmanager
+def watch(model, taps: Sequence[Tap]) -> Iterator[dict[Tap, Tensor]]:
+    """A dict that every forward pass refills with the states at `taps`, (B, L, H) each.
+
+    The last block's output is taken before the final norm. Hooks leave with the `with` block, also
+    when it is interrupted. Raises TargetError for a tap the model does not have.
+    """
+    found: dict[Tap, Tensor] = {}
+    blocks = [model.model.embed_tokens, *model.model.layers]  # blocks[k] ends at Tap(k)
+    beyond = [str(t) for t in taps if not isinstance(t, Tap) or t.after_block >= len(blocks)]
+    if beyond:
+        raise TargetError(
+            model.config.name_or_path, "taps", expected=f"taps up to layer{len(blocks) - 1}",
+            found=str(beyond), remedy="choose taps inside this model",
+        )  # fmt: skip
+
+    def keep(tap: Tap):
+        def hook(_module, _args, output) -> None:
+            found[tap] = (output[0] if isinstance(output, tuple) else output).detach()
+
+        return hook
+
+    handles = [blocks[t.after_block].register_forward_hook(keep(t)) for t in dict.fromkeys(taps)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @torch.inference_mode()
 def record_states(model, input_ids: Tensor, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
     """States of the live target at `taps`; the last block's output is taken before the final norm.
@@ -167,27 +198,8 @@ def record_states(model, input_ids: Tensor, taps: Sequence[Tap]) -> dict[Tap, Te
 
     Raises TargetError for a tap the model does not have, or a hook that never fired.
     """
-    found: dict[Tap, Tensor] = {}
-    blocks = [model.model.embed_tokens, *model.model.layers]  # blocks[k] ends at Tap(k)
-    beyond = [str(t) for t in taps if t.after_block >= len(blocks)]
-    if beyond:
-        raise TargetError(
-            model.config.name_or_path, "taps", expected=f"taps up to layer{len(blocks) - 1}",
-            found=str(beyond), remedy="choose taps inside this model",
-        )  # fmt: skip
-
-    def keep(tap: Tap):
-        def hook(_module, _args, output) -> None:
-            found[tap] = (output[0] if isinstance(output, tuple) else output).detach()
-
-        return hook
-
-    handles = [blocks[t.after_block].register_forward_hook(keep(t)) for t in taps]
-    try:
+    with watch(model, taps) as found:
         model.model(input_ids=input_ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     missing = [str(t) for t in taps if t not in found]
     if missing:
         raise TargetError(
