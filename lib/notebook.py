@@ -10,13 +10,17 @@ Tests run the notebooks again and compare facts; prose and README read the same 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
+import io
 import json
 import math
 import os
 import platform
+import re
 import sys
 from dataclasses import asdict, dataclass, field
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 COMMITTED_FACTS = NOTEBOOKS / "facts"
+PAGE = ROOT / "lib" / "page.html.j2"
+MATHTEXT_NAMES = {"lVert": r"\Vert", "rVert": r"\Vert", "le": r"\leq", "ge": r"\geq"}
 FACTS_VARIABLE = "EAGLE3_FACTS_DIR"
 NEAR_TIE = "sums in another order (another CPU, thread count) can flip a near-tie"
 
@@ -206,17 +212,76 @@ def write(paths: list[Path]) -> None:
         print(f"wrote {path.name}", flush=True)
 
 
+def formula(tex: str) -> str:
+    """LaTeX as an image that needs no MathJax: drawn by matplotlib, with its source as alternative text.
+
+    What matplotlib's mathtext cannot draw stays readable, as code.
+    """
+    from matplotlib import mathtext, rc_context
+    from matplotlib.font_manager import FontProperties
+
+    known = re.sub(r"\\([lr]Vert|[lg]e)(?![a-zA-Z])", lambda m: MATHTEXT_NAMES[m[1]], " ".join(tex.split()))
+    svg, font = io.BytesIO(), FontProperties(size=11, math_fontfamily="dejavuserif")  # pt, as the text
+    try:
+        with rc_context({"savefig.transparent": True}):
+            depth = mathtext.math_to_image(f"${known}$", svg, font, format="svg")
+    except ValueError:
+        return f"<code>{escape(tex)}</code>"
+    data = base64.b64encode(svg.getvalue()).decode()
+    return (
+        f'<img class="formula" style="vertical-align: -{depth}pt" alt="{escape(tex.strip())}" '
+        f'src="data:image/svg+xml;base64,{data}"/>'
+    )
+
+
+def markdown_to_html(source: str) -> str:
+    """A Markdown cell as nbconvert renders it, formulas as images."""
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+    class Renderer(IPythonRenderer):
+        def inline_math(self, body: str) -> str:
+            return formula(body)
+
+        def block_math(self, body: str) -> str:
+            return f'<span class="wide">{formula(body)}</span>'
+
+    # embed_images stays off: it completes each piece of HTML, and so closes <details> before its text
+    return MarkdownWithMath(renderer=Renderer(escape=False)).render(source)
+
+
+def make_reachable(page: Any) -> None:
+    """Finish a parsed page: figures named, boxes that scroll reachable by key, links to exported pages."""
+    for image in page.select(".jp-RenderedImage img"):
+        cell, section = image.find_parent(class_="jp-Cell"), image.find_previous(["h1", "h2"])
+        prompt = cell.select_one(".jp-InputPrompt").get_text(strip=True).rstrip(":")
+        image["alt"] = f"Figure drawn by {prompt}, in section: {section.get_text().rstrip('¶')}"
+    for table in page.select(".jp-RenderedMarkdown table"):
+        table.wrap(page.new_tag("div", attrs={"class": "wide"}))
+    for stop in page.select("[tabindex]"):
+        del stop["tabindex"]
+    for box in page.select(".jp-OutputArea-output, .highlight pre, .wide"):
+        box["tabindex"] = "0"
+    names = {p.name for p in notebook_files()}
+    for link in page.select("a[href]"):
+        if link["href"] in names:
+            link["href"] = link["href"].replace(".ipynb", ".html")
+
+
 def html(paths: list[Path], out: Path) -> None:
     """Each notebook as one HTML file that asks the network for nothing."""
+    import nbformat
+    from bs4 import BeautifulSoup
     from nbconvert import HTMLExporter
 
     out.mkdir(exist_ok=True)
-    exporter = HTMLExporter(embed_images=True)
-    for name in ("mathjax_url", "require_js_url", "jquery_url", "widget_renderer_url"):
-        setattr(exporter, name, "")
+    exporter = HTMLExporter(template_file=str(PAGE), filters={"markdown2html": markdown_to_html})
     for path in paths:
-        body, _ = exporter.from_filename(str(path))
-        (out / f"{path.stem}.html").write_text(body)
+        notebook = nbformat.read(path, as_version=4)
+        notebook.metadata["title"] = notebook.cells[0].source.split("\n")[0].removeprefix("# ")
+        body, _ = exporter.from_notebook_node(notebook)
+        page = BeautifulSoup(body, "html.parser")
+        make_reachable(page)
+        (out / f"{path.stem}.html").write_text(str(page), encoding="utf-8")
 
 
 def main() -> None:

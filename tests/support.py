@@ -1,15 +1,26 @@
-"""Writers and tiny models for tests. Follows each format's own documentation, not our readers."""
+"""Writers, tiny models and a browser for tests. Formats follow their own documentation, not our readers."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB, DRAFT_VOCAB, HIDDEN, SLOTS = 97, 40, 32, 3
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMEDRIVER = shutil.which("chromedriver")
+needs_chromium = pytest.mark.skipif(
+    not (CHROMIUM and CHROMEDRIVER),
+    reason="no Chromium: `apt-get install chromium chromium-driver`, then run again",
+)
 
 
 def speculators_draft(
@@ -199,3 +210,28 @@ def write_stack(path: Path, tensors: dict) -> Path:
     stack = torch.stack(tensors["hidden_states"], 1).contiguous()  # (L, k, H)
     save_file({"hidden_states": stack, "token_ids": tensors["input_ids"]}, path)
     return path
+
+
+@contextmanager
+def chromium(folder: Path, width: int, height: int, **capabilities) -> Iterator:
+    """A headless Chromium that keeps its profile and log in `folder`, as a selenium driver."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *("--disable-quic", "--no-first-run", "--disable-background-networking"),
+        *("--disable-component-update", "--disable-sync", "--no-proxy-server"),
+        *(f"--user-data-dir={folder / 'chromium'}", f"--window-size={width},{height}"),
+    ):
+        options.add_argument(flag)
+    for name, value in capabilities.items():
+        options.set_capability(f"goog:{name}", value)
+    # The driver is named, so that selenium does not look for one to download.
+    service = webdriver.ChromeService(CHROMEDRIVER, log_output=str(folder / "chromedriver.log"))
+    driver = webdriver.Chrome(options=options, service=service)
+    try:
+        yield driver
+    finally:
+        driver.quit()

@@ -26,10 +26,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
+from tests.support import chromium, needs_chromium
+
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "artefacts" / "browser"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-CHROMEDRIVER = shutil.which("chromedriver")
 
 NOTEBOOKS = ["01_*.ipynb", "02_*.ipynb", "03_*.ipynb", "09_*.ipynb"]  # each has one explorer
 
@@ -38,13 +38,7 @@ SECONDS_TO_RUN = 1500  # a whole notebook, with another job on the machine
 SECONDS_TO_RESPOND = 300  # one redraw of an explorer
 WIDTH, HEIGHT, TALLEST = 1400, 1000, 14000  # pixels; Chromium draws nothing beyond 16384
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        not (CHROMIUM and CHROMEDRIVER),
-        reason="no Chromium: `apt-get install chromium chromium-driver`, then run again",
-    ),
-]
+pytestmark = [pytest.mark.browser, needs_chromium]
 
 
 def wait_for(what: str, check: Callable[[], Any], seconds: float, details: Any = None) -> Any:
@@ -146,24 +140,10 @@ def answers(url: str) -> bool:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (
-        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *("--disable-quic", "--no-first-run", "--disable-background-networking"),
-        *("--disable-component-update", "--disable-sync", "--no-proxy-server"),
-        *(f"--user-data-dir={tmp_path / 'chromium'}", f"--window-size={WIDTH},{HEIGHT}"),
-    ):
-        options.add_argument(flag)
-    # The driver is named, so that selenium does not look for one to download.
-    service = webdriver.ChromeService(CHROMEDRIVER, log_output=str(tmp_path / "chromedriver.log"))
-    driver = webdriver.Chrome(options=options, service=service)
-    try:
+    with chromium(tmp_path, WIDTH, HEIGHT) as driver:
         driver.set_page_load_timeout(SECONDS_TO_START)
         driver.set_script_timeout(60)
         yield driver
-    finally:
-        driver.quit()
 
 
 # --- what a reader does ---------------------------------------------------------------------------
