@@ -24,6 +24,7 @@ from lib.captures import FINAL, Capture
 from lib.contract import Contract
 from lib.draft import DraftForward, Predictions
 from lib.errors import MetricError
+from lib.metrics import bootstrap_interval, resample_weights
 from lib.target_head import TargetHead
 
 
@@ -58,6 +59,17 @@ class Rounds:
     def accepted_at(self) -> tuple[int, ...]:
         """(D,) rounds in which the i-th draft token was accepted; over len(self): joint rates."""
         return tuple(int((self.accepted > i).sum()) for i in range(self.depth))
+
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of 1 + accepted / rounds, conversations resampled."""
+        n = int(self.capture.max()) + 1
+        rounds = torch.zeros(n).index_add_(0, self.capture, torch.ones(len(self)))
+        accepted = torch.zeros(n).index_add_(0, self.capture, self.accepted.float())
+        used = rounds > 0
+        weights = resample_weights(int(used.sum()))
+        values = (weights @ accepted[used].double()) / (weights @ rounds[used].double())
+        low, high = bootstrap_interval(values)
+        return 1 + low, 1 + high
 
     def of(self, capture: int) -> list[int]:
         """Accepted counts of one conversation, in order."""

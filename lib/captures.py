@@ -129,6 +129,12 @@ class Capture:
         readers |= {FINAL: self.readers[FINAL]} if FINAL in self.readers else {}
         return replace(self, taps=names, readers=readers)
 
+    def first(self, length: int) -> Capture:
+        """The same conversation cut after `length` tokens."""
+        readers = {tap: (lambda read=read: read()[:length]) for tap, read in self.readers.items()}
+        ids, mask = self.token_ids[:length], self.loss_mask[:length]
+        return replace(self, token_ids=ids, loss_mask=mask, readers=readers)
+
     def with_states(self, change: Callable[[Tensor], Tensor]) -> Capture:
         """The same conversation with every state passed through `change` when read; for controls."""
         readers = {tap: (lambda read=read: change(read())) for tap, read in self.readers.items()}

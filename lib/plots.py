@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from lib.captures import Capture
 from lib.metrics import Ratio
 from lib.norms import position_norms
+from lib.speeds import Speed
 from lib.sweep import Sweep
 
 # One colour per meaning in every notebook (Okabe-Ito, distinguishable without red and green).
@@ -128,6 +129,60 @@ def plot_learning(logs: Mapping[str, pd.DataFrame], title: str, metric: str = "f
         axes.plot(held.step, held[metric], "o-", color=colour, label=f"{name}, held-out")
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def plot_speeds(panels: Mapping[str, Mapping[str, Speed]], colours: Mapping[str, str], title: str) -> Figure:
+    """Speed as a ratio to no speculation, one panel per place; whiskers over repeats."""
+    count = max(len(rows) for rows in panels.values())
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(4.9 * len(panels), 1.3 + 0.42 * count), layout="constrained",
+        dpi=100, squeeze=False,
+    )  # fmt: skip
+    for axes, (place, rows) in zip(all_axes[0], panels.items(), strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        y = np.arange(len(rows))[::-1]
+        values = np.array([speed.ratio for speed in rows.values()])
+        spread = np.array([[s.ratio - min(s.ratios), max(s.ratios) - s.ratio] for s in rows.values()])
+        axes.barh(
+            y, values, 0.62, xerr=spread.T, color=[COLOURS[colours[n]] for n in rows],
+            error_kw={"lw": 1.2, "capsize": 3},
+        )  # fmt: skip
+        for at, speed, (_, up) in zip(y, rows.values(), spread, strict=True):
+            axes.text(
+                speed.ratio + up + 0.03,
+                at,
+                f"{speed.ratio:.2f}x  {speed.rate:.0f} tok/s",
+                va="center",
+                fontsize=8.5,
+            )
+        axes.axvline(1, color="black", lw=0.8)
+        axes.set_yticks(y, list(rows), fontsize=9)
+        axes.set_xlim(0, max(1.2, (values + spread[:, 1]).max()) * 1.42)
+        axes.set_xlabel(f"{place}: speed / no speculation", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+def plot_speed_by_depth(
+    predicted: Mapping[str, pd.DataFrame], measured: Mapping[str, Mapping[int, Speed]], title: str,
+    marked: int | None = None,
+) -> Figure:  # fmt: skip
+    """Speed ratio against draft tokens a round: lines predicted, dots measured (whiskers over repeats)."""
+    figure, axes = _figure()
+    for name, table in predicted.items():
+        axes.plot(table.index, table["ratio"], color=COLOURS[name], label=f"{name}, predicted")
+        for depth, speed in measured.get(name, {}).items():
+            spread = [[speed.ratio - min(speed.ratios)], [max(speed.ratios) - speed.ratio]]
+            axes.errorbar(depth, speed.ratio, yerr=spread, fmt="o", color=COLOURS[name], capsize=3)
+    axes.axhline(1, color="black", lw=0.8)
+    if marked is not None:
+        axes.axvline(marked, color=COLOURS["control"], lw=6, alpha=0.3)
+    axes.set_xlabel("draft tokens a round (dots: measured live)")
+    axes.set_ylabel("speed / no speculation")
+    axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=9)
     return figure

@@ -7,6 +7,7 @@ controls to them. A callback that fails shows its error in the output, it never 
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import ipywidgets as widgets
@@ -17,11 +18,15 @@ from matplotlib.figure import Figure
 
 from lib.captures import Capture
 from lib.contract import Contract, diff
+from lib.decoding import Generation
 from lib.draft import DraftForward
 from lib.errors import WorkbookError
 from lib.metrics import in_vocab_accuracy
-from lib.plots import plot_learning, plot_text_norms
+from lib.plots import plot_learning, plot_speed_by_depth, plot_text_norms
+from lib.speeds import Speed
 
+# Draft tokens accepted in a round: 0, 1, 2, 3, 4 or more.
+ROUND_COLOURS = ("#F9DCCB", "#DCEBF5", "#AFD3EA", "#6FB1D9", "#0072B2")
 SHOWN = 48  # tokens of the answer in a view: what fits without scrolling
 
 
@@ -67,6 +72,67 @@ def wiring_view(
         f"<p style='line-height:1.9;max-width:60em;white-space:pre-wrap'>{''.join(cells)}</p>"
         "<p><small>blue: the draft's token equals the text's; orange: it does not; grey: the token "
         "is not in the draft's vocabulary. Hover for the draft's choice.</small></p>"
+    )
+
+
+def rounds_view(generation: Generation, decode: Callable[[int], str]) -> str:
+    """A generated answer as HTML, each round coloured by how many draft tokens survived in it."""
+    tokens = generation.tokens.tolist()
+    cells = [_cell(decode(tokens[0]), "#E6E6E6", "from the prompt's pass, no draft yet")]
+    at = 1
+    for number, (accepted, gained) in enumerate(zip(generation.accepted, generation.gained, strict=True), 1):
+        text = "".join(decode(token) for token in tokens[at : at + gained])
+        tip = (
+            f"round {number}: {accepted} of {generation.depth} draft tokens accepted, {gained} tokens gained"
+        )
+        cells.append(_cell(text, ROUND_COLOURS[min(accepted, len(ROUND_COLOURS) - 1)], tip))
+        at += gained
+    if not generation.gained:
+        cells.append(_cell("".join(decode(t) for t in tokens[1:]), "#FFFFFF", "plain decoding"))
+    counts = Counter(generation.accepted)
+    twin = ", ".join(f"{counts[n]} rounds with {n} accepted" for n in sorted(counts)) or "no rounds"
+    shades = " ".join(_cell(f" {n}{'+' * (n == 4)} ", c, "") for n, c in enumerate(ROUND_COLOURS))
+    return (
+        f"<p style='line-height:1.9;max-width:60em;white-space:pre-wrap'>{''.join(cells)}</p>"
+        f"<p><small>draft tokens accepted in the round: {shades}. {twin}; "
+        f"{generation.tokens_per_round:.2f} tokens a round, bonus included.</small></p>"
+    )
+
+
+def _cell(text: str, colour: str, tip: str) -> str:
+    shown = html.escape(text).replace("\n", "&#9166;") or "&nbsp;"
+    ink = "#fff" if colour == ROUND_COLOURS[-1] else "#111"
+    style = f"background:{colour};color:{ink};border-right:2px solid #fff"
+    return f'<span title="{html.escape(tip, quote=True)}" style="{style}">{shown}</span>'
+
+
+def token_view(
+    forward: DraftForward,
+    capture: Capture,
+    contracts: Mapping[str, Contract],
+    index: int,
+    decode: Callable[[int], str],
+) -> str:
+    """One scored position as HTML: norms per tap, and the draft's five best tokens under each contract."""
+    table, position = {}, 0
+    for name, contract in contracts.items():
+        p = forward.predict([capture], contract, keep_logits=True)
+        index = min(index, len(p.position) - 1)
+        position, truth = int(p.position[index]), int(p.truth[index, 0])
+        share, ids = p.logits[index, 0].float().softmax(-1).topk(5)
+        target = forward.draft.to_target(ids, contract.vocab_map).tolist()
+        table[name] = [
+            f"{decode(i)!r} {100 * s:.0f} %{' (right)' * (i == truth)}"
+            for i, s in zip(target, share.tolist(), strict=True)
+        ]
+    frame = pd.DataFrame(table, index=[f"{n}." for n in range(1, 6)])
+    norms = ", ".join(f"{t} {float(capture.state(t)[position].float().norm()):.1f}" for t in capture.taps)
+    ids = capture.token_ids.tolist()
+    before = "".join(decode(i) for i in ids[max(0, position - 12) : position + 2])
+    known = "" if forward.in_vocab[truth] else " (not in the draft's vocabulary)"
+    return (
+        f"<p>position {position} of {html.escape(capture.name)}: \u2026{html.escape(before)}<b>"
+        f"[{html.escape(decode(truth))}]</b>{known}<br>norms of the states: {norms}</p>" + frame.to_html()
     )
 
 
@@ -170,6 +236,67 @@ def learning_explorer(logs: Mapping[str, pd.DataFrame]) -> widgets.VBox:
         plt.close(figure)
 
     return _shell(controls, draw)
+
+
+def rounds_explorer(runs: Mapping[str, Sequence[Generation]], decode: Callable[[int], str]) -> widgets.VBox:
+    """Choose a deployment and a prompt; see its rounds."""
+
+    def draw(deployment: str, prompt: int) -> None:
+        display(HTML(rounds_view(runs[deployment][prompt], decode)))
+
+    longest = min(len(done) for done in runs.values())
+    return _shell(
+        {
+            "deployment": widgets.Dropdown(
+                options=list(runs), value=list(runs)[-1], description="deployment"
+            ),
+            "prompt": widgets.IntSlider(0, 0, longest - 1, description="prompt", continuous_update=False),
+        },
+        draw,
+    )
+
+
+def token_explorer(
+    forward: DraftForward,
+    captures: Sequence[Capture],
+    contracts: Mapping[str, Contract],
+    decode: Callable[[int], str],
+) -> widgets.VBox:
+    """Choose a conversation and a position; see norms, the truth, and the draft's choices."""
+    longest = max(len(c.scored) for c in captures)
+
+    def draw(conversation: int, position: int) -> None:
+        display(HTML(token_view(forward, captures[conversation], contracts, position, decode)))
+
+    return _shell(
+        {
+            "conversation": widgets.IntSlider(
+                0, 0, len(captures) - 1, description="text", continuous_update=False
+            ),
+            "position": widgets.IntSlider(
+                12, 0, longest - 1, description="position", continuous_update=False
+            ),
+        },
+        draw,
+    )
+
+
+def speed_explorer(
+    predicted: Mapping[str, pd.DataFrame], measured: Mapping[str, Mapping[int, Speed]]
+) -> widgets.VBox:
+    """Move the number of draft tokens; see what it costs and gives under each wiring."""
+    depths = sorted(set.intersection(*(set(t.index) for t in predicted.values())))
+
+    def draw(depth: int) -> None:
+        display(pd.DataFrame({name: table.loc[depth] for name, table in predicted.items()}).T)
+        figure = plot_speed_by_depth(predicted, measured, f"{depth} draft tokens a round", marked=depth)
+        display(figure)
+        plt.close(figure)
+
+    slider = widgets.SelectionSlider(
+        options=depths, value=depths[0], description="draft tokens", continuous_update=False
+    )
+    return _shell({"depth": slider}, draw)
 
 
 def token_decoder(folder) -> Callable[[int], str]:
