@@ -19,6 +19,7 @@ from lib.notebook import COMMITTED_FACTS, NOTEBOOKS, ROOT, notebook_files, read_
 
 ARC = ("00", "01", "02", "03", "04", "05")
 OUT = ROOT / ".work" / "arc"
+FIGURE = COMMITTED_FACTS / "speeds.png"
 BEGIN, END = "<!-- facts:begin (make notebooks writes this part) -->", "<!-- facts:end -->"
 
 
@@ -29,6 +30,9 @@ def percent(value: float) -> str:
 
 # What the incident's account says (shared case file), and the fact beside it.
 ROWS: tuple[tuple[str, str, str, str, Callable], ...] = (
+    ("deployed / no speculation, our loop", "0.61 to 0.63", "05", "ratio.deployed_15", "{:.2f}".format),
+    ("deployed / no speculation, vLLM", "0.61 to 0.63", "05", "engine.ratio.deployed, 15", "{:.2f}".format),
+    ("tokens per round, 15 draft tokens", "1.6", "00", "tokens_per_round.deployed", "{:.2f}".format),
     ("norms, state 2 / state 1", "35.7 = 37.17 / 1.04", "01", "norm_ratio.second_to_first", "{:.1f}".format),
     ("accuracy in the training log", "74.7 %", "03", "training_log.full_acc_0", percent),
     ("standalone, fed [1:], in-vocab", "34.1 %", "03", "accuracy.served", percent),
@@ -36,6 +40,9 @@ ROWS: tuple[tuple[str, str, str, str, Callable], ...] = (
     ("trainer's own metric, fed [:-1]", "-", "03", "full_acc_0.trained", percent),
     ("best of 24 orders", "embed layer3 layer31", "03", "sweep.a.winner", str),
     ("fc input width", "21504 = 3 x 7168", "03", "fc_input_width", "{} = 3 x 576".format),
+    ("fixed, same 15 draft tokens, our loop", "still poor", "05", "ratio.fixed_15", "{:.2f}".format),
+    ("fixed, best depth, our loop", "-", "05", "ratio.fixed_best", "{:.2f}".format),
+    ("fixed, best depth measured, vLLM", "-", "05", "engine.ratio.fixed_best", "{:.2f}".format),
 )  # fmt: skip
 
 
@@ -83,8 +90,30 @@ def readme_block() -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
+def readme_figure() -> None:
+    """The README's figure: speed as deployed and fixed, from notebook 05's facts and the engine's record."""
+    from lib.plots import plot_speeds
+    from lib.speeds import Speed, recorded_speeds
+
+    facts = read_facts("05", COMMITTED_FACTS)
+    served = recorded_speeds()
+    best = max((name for name in served if name.startswith("fixed")), key=lambda name: served[name].ratio)
+    rows = {"no speculation": "no_speculation", "as deployed, 15": "deployed_15", "fixed, 15": "fixed_15",
+            f"fixed, {facts['best_depth']}": "fixed_best"}  # fmt: skip
+    base = facts["speed.no_speculation"]
+    ours = {name: Speed((v := facts[f"speed.{key}"],), (v / base,), 1.0) for name, key in rows.items()}
+    engine = {"no speculation": served["baseline"], "as deployed, 15": served["deployed, 15"],
+              "fixed, 15": served["fixed, 15"], best: served[best]}  # fmt: skip
+    panels = {"this workbook's loop": ours, "vLLM": engine}
+    colours = {n: "control" if "no" in n else "served" if "deployed" in n else "trained"
+               for panel in panels.values() for n in panel}  # fmt: skip
+    figure = plot_speeds(panels, colours, "Draft tokens per round, and what they are worth on 2 CPU cores")
+    figure.savefig(FIGURE, metadata={"Software": None})
+
+
 def write_readme() -> None:
-    """Replace the README's measured part."""
+    """Replace the README's measured part and its figure."""
+    readme_figure()
     path = ROOT / "README.md"
     text = path.read_text()
     start, end = text.index(BEGIN), text.index(END) + len(END)

@@ -186,3 +186,18 @@ def plot_speed_by_depth(
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize=9)
     return figure
+
+
+def plot_definitions(rows: pd.DataFrame, title: str) -> Figure:
+    """One line per definition, its value under each wiring as a dot; columns are colour names."""
+    figure, axes = _figure(9.0, 0.9 + 0.33 * len(rows))
+    y = np.arange(len(rows))[::-1]
+    axes.hlines(y, 100 * rows.min(axis=1), 100 * rows.max(axis=1), color=COLOURS["other"], lw=1.5)
+    for name in rows.columns:
+        axes.plot(100 * rows[name], y, "o", color=COLOURS[name], label=name)
+    axes.set_yticks(y, rows.index, fontsize=8.5)
+    axes.set_xlabel("% at the first draft token")
+    axes.set_xlim(left=0)
+    axes.set_title(title, loc="left")
+    axes.legend(frameon=False, fontsize=9, loc="upper center")
+    return figure
