@@ -109,12 +109,13 @@ def walk(p: Predictions, captures: Sequence[Capture], depth: int | None = None) 
             continue
         hits = dict(zip(p.position[mine].tolist(), leading[mine].tolist(), strict=True))
         t, last = int(p.position[mine[0]]), len(capture) - 1
+        gaps = set(range(t, last - 1)) - hits.keys()
+        if gaps:
+            raise MetricError(
+                capture.path, "loss_mask", expected="one answer, from its first token to the end",
+                found=f"position {min(gaps)} is not scored", remedy="walk each turn as a capture of its own",
+            )  # fmt: skip
         while t + 1 < last:
-            if t not in hits:
-                raise MetricError(
-                    capture.path, "loss_mask", expected="one answer, from its first token to the end",
-                    found=f"position {t} is not scored", remedy="walk each turn as a capture of its own",
-                )  # fmt: skip
             left = last - (t + 1)  # tokens of the text not yet there
             accepted = min(hits[t], left)
             gained = min(accepted + 1, left)
@@ -153,11 +154,13 @@ def overlap(
         )  # fmt: skip
     contract = contract or forward.draft.contract
     produced = forward.draft.to_target(torch.arange(forward.draft.draft_vocab), contract.vocab_map)
-    legal = (produced >= 0) & (produced < head.lm_head.shape[0])
+    # Under a wrong map draft ids may share a target id, or be clamped to one (as in a live run).
+    said, slot = produced.clamp(0, head.lm_head.shape[0] - 1).unique(return_inverse=True)
     predictions, parts = [], []
     for i, capture in enumerate(captures):
         p = forward.predict([capture], contract, depths=depths, keep_logits=True)
-        q = (p.logits.float() / temperature).softmax(-1)[..., legal]  # (s, D, <= Vd)
+        drawn_from = (p.logits.float() / temperature).softmax(-1)  # (s, D, Vd)
+        q = drawn_from.new_zeros(*p.truth.shape, len(said)).index_add_(-1, slot, drawn_from)
         final = capture.state(FINAL)
         shares = torch.full(p.truth.shape, float("nan"))
         for depth in range(depths):
@@ -165,7 +168,7 @@ def overlap(
             states = final[p.position[inside] + 1 + depth]  # predicts x_{t+2+depth}
             for rows, at in zip(states.split(256), inside.nonzero().flatten().split(256), strict=True):
                 logits = head.logits(rows, final_kind=capture.final_kind) / temperature  # (n, V)
-                target = logits.softmax(-1)[:, produced[legal]]
+                target = logits.softmax(-1)[:, said]
                 shares[at, depth] = torch.minimum(target, q[at, depth]).sum(-1)
         predictions.append((torch.full_like(p.position, i), p))
         parts.append(shares)
@@ -215,6 +218,21 @@ class Costs:
     def round(self, depth: int) -> float:
         """Seconds of one round at this depth."""
         return self.draft[depth] + self.verify[depth + 1]
+
+    def table(self, depths: Sequence[int]) -> pd.DataFrame:
+        """Milliseconds of a round and of its parts, and the break-even, one column per depth."""
+        rows = {
+            d: [
+                1e3 * self.round(d),
+                1e3 * self.verify[d + 1],
+                1e3 * self.draft[d],
+                self.round(d) / self.plain,
+            ]
+            for d in depths
+        }
+        names = ["round, ms", "of it target pass", "of it draft", "break-even tokens"]
+        plain = f"draft tokens (plain step {1e3 * self.plain:.1f} ms)"
+        return pd.DataFrame(rows, index=names).rename_axis(columns=plain).round(1)
 
 
 def speed_table(p: Predictions, captures: Sequence[Capture], costs: Costs) -> pd.DataFrame:

@@ -31,8 +31,8 @@ def percent(value: float) -> str:
 # What the incident's account says (shared case file), and the fact beside it.
 ROWS: tuple[tuple[str, str, str, str, Callable], ...] = (
     ("deployed / no speculation, our loop", "0.61 to 0.63", "05", "ratio.deployed_15", "{:.2f}".format),
-    ("deployed / no speculation, vLLM", "0.61 to 0.63", "05", "engine.ratio.deployed, 15", "{:.2f}".format),
-    ("tokens per round, 15 draft tokens", "1.6", "00", "tokens_per_round.deployed", "{:.2f}".format),
+    ("deployed / no speculation, vLLM", "0.61 to 0.63", "05", "engine.ratio.deployed_15", "{:.2f}".format),
+    ("tokens per round, 15 draft tokens", "1.6", "05", "offline.tokens_per_round.served", "{:.2f}".format),
     ("norms, state 2 / state 1", "35.7 = 37.17 / 1.04", "01", "norm_ratio.second_to_first", "{:.1f}".format),
     ("accuracy in the training log", "74.7 %", "03", "training_log.full_acc_0", percent),
     ("standalone, fed [1:], in-vocab", "34.1 %", "03", "accuracy.served", percent),
@@ -98,10 +98,11 @@ def readme_figure() -> None:
     facts = read_facts("05", COMMITTED_FACTS)
     served = recorded_speeds()
     best = max((name for name in served if name.startswith("fixed")), key=lambda name: served[name].ratio)
-    rows = {"no speculation": "no_speculation", "as deployed, 15": "deployed_15", "fixed, 15": "fixed_15",
-            f"fixed, {facts['best_depth']}": "fixed_best"}  # fmt: skip
+    best_depth = f"fixed, {facts['best_depth']}"
+    ratios = {"no speculation": 1.0, "as deployed, 15": facts["ratio.deployed_15"],
+              "fixed, 15": facts["ratio.fixed_15"], best_depth: facts["ratio.fixed_best"]}  # fmt: skip
     base = facts["speed.no_speculation"]
-    ours = {name: Speed((v := facts[f"speed.{key}"],), (v / base,), 1.0) for name, key in rows.items()}
+    ours = {name: Speed((ratio * base,), (ratio,), 1.0) for name, ratio in ratios.items()}
     engine = {"no speculation": served["baseline"], "as deployed, 15": served["deployed, 15"],
               "fixed, 15": served["fixed, 15"], best: served[best]}  # fmt: skip
     panels = {"this workbook's loop": ours, "vLLM": engine}

@@ -311,22 +311,22 @@ def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
 
 def _check_request(model, prompt: Tensor, max_tokens: int, depth: int, temperature: float) -> None:
     room = model.config.max_position_embeddings
-    needed = len(prompt) + max_tokens + depth
+    length = prompt.numel()
     for field, ok, expected, found, remedy in (
-        ("prompt", prompt.ndim == 1 and len(prompt) > 0, "at least one token id, shape (P,)",
+        ("prompt", prompt.ndim == 1 and length > 0, "at least one token id, shape (P,)",
          f"shape {tuple(prompt.shape)}", "apply the chat template first"),
         ("max_tokens", max_tokens >= 1, "1 or more", str(max_tokens), "ask for at least one token"),
-        ("context", needed <= room, f"at most {room} positions", f"{len(prompt)} + {max_tokens} + {depth}",
-         "shorten the prompt or ask for fewer tokens"),
+        ("context", length + max_tokens + depth <= room, f"at most {room} positions",
+         f"{length} + {max_tokens} + {depth}", "shorten the prompt or ask for fewer tokens"),
         ("temperature", temperature >= 0, "0 (greedy) or more", str(temperature), "use 0 for greedy"),
     ):  # fmt: skip
         if not ok:
             raise TargetError("decoding", field, expected=expected, found=found, remedy=remedy)
-    worst = int(prompt.max())
-    if worst >= model.config.vocab_size or int(prompt.min()) < 0:
+    foreign = prompt[(prompt < 0) | (prompt >= model.config.vocab_size)]
+    if len(foreign):
         raise TargetError(
             "decoding", "prompt", expected=f"ids from 0 to {model.config.vocab_size - 1}",
-            found=str(worst), remedy="use the tokenizer of this target",
+            found=str(int(foreign[0])), remedy="use the tokenizer of this target",
         )  # fmt: skip
 
 
@@ -334,7 +334,9 @@ def check_pair(model, forward: DraftForward, contract: Contract, depth: int) -> 
     """Whether draft, contract and target fit each other; raises ContractError naming what does not."""
     d, config = forward.draft, model.config
     widths = len(contract.taps) * config.hidden_size if contract.use_fc else config.hidden_size
-    expected_width = forward.fc.shape[1] if contract.use_fc and forward.fc is not None else d.hidden_size
+    slots = 0 if forward.fc is None else forward.fc.shape[1]
+    expected_width = slots if contract.use_fc else d.hidden_size
+    available = ["none"] + ["input_norm"] * (d.input_norm is not None) + ["fc_norm"] * bool(d.fc_norm)
     unnamed = [str(t) for t in contract.taps if isinstance(t, Stored)]
     beyond = [
         str(t) for t in contract.taps if isinstance(t, Tap) and t.after_block > config.num_hidden_layers
@@ -348,6 +350,9 @@ def check_pair(model, forward: DraftForward, contract: Contract, depth: int) -> 
          "choose taps inside this target"),
         ("fc", widths == expected_width, f"{expected_width} inputs, as the draft has", f"{widths} here",
          "use the target that the draft was trained for, and one tap per slot"),
+        ("fc_input_norm", contract.fc_input_norm in available, f"one of {available}",
+         f"{contract.fc_input_norm}, whose weights the draft lacks",
+         "set fc_input_norm to what the draft was trained with"),
         ("vocabulary", d.target_vocab == config.vocab_size, f"{config.vocab_size} ids, the target's",
          f"{d.target_vocab} in the draft", "use the target that the draft was trained for"),
         ("token_shift", contract.token_shift <= 1, "1 or less", str(contract.token_shift),
@@ -384,6 +389,13 @@ def measure_costs(
     Parts of all kinds take turns inside each repeat, so that a slow moment hits all of them.
     """
     contract = contract or forward.draft.contract
+    for field, ok, expected, found in (
+        ("depths", len(depths) > 0, "at least one", "none"),
+        ("repeats", repeats >= 1, "1 or more", str(repeats)),
+        ("prompt", prompt.numel() >= 3, "3 tokens or more, for two pairs of a round", str(prompt.numel())),
+    ):
+        if not ok:
+            raise TargetError("costs", field, expected=expected, found=found, remedy="give more to measure")
     _check_request(model, prompt, 2, max(depths), 0)
     for depth in depths:
         check_pair(model, forward, contract, depth)

@@ -51,3 +51,7 @@ class TargetError(WorkbookError):
 
 class MetricError(WorkbookError):
     """A metric asked of predictions that cannot answer it."""
+
+
+class EngineError(WorkbookError):
+    """The serving engine is absent, cannot express what was asked, or did not do it."""

@@ -14,7 +14,7 @@ Positions of one conversation are not independent: intervals resample whole conv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -153,6 +153,17 @@ def difference(a: Predictions, b: Predictions, depth: int = 0) -> tuple[float, f
     weights = resample_weights(len(counts))
     low, high = bootstrap_interval((weights @ gain.double()) / (weights @ counts.double()))
     return int(gain.sum()) / int(counts.sum()), low, high
+
+
+def judged_too_early(p: Predictions, captures: Sequence[Capture], in_vocab: Tensor) -> Predictions:
+    """The same depth-0 predictions compared with the token that was fed, x_{t+1}: a misaligned test.
+
+    Args:
+        in_vocab: (V,) bool, ids the draft can produce.
+    """
+    pairs = zip(p.capture.tolist(), p.position.tolist(), strict=True)
+    fed = torch.stack([captures[c].token_ids[t + 1] for c, t in pairs])
+    return replace(p, truth=fed[:, None], in_vocab=in_vocab[fed][:, None])
 
 
 def trainer_targets(

@@ -34,6 +34,8 @@ COMMITTED_FACTS = NOTEBOOKS / "facts"
 PAGE = ROOT / "lib" / "page.html.j2"
 MATHTEXT_NAMES = {"lVert": r"\Vert", "rVert": r"\Vert", "le": r"\leq", "ge": r"\geq"}
 FACTS_VARIABLE = "EAGLE3_FACTS_DIR"
+TIE = "two of the target's logits can tie within fp32 rounding"
+SPEED = "speed depends on the machine: its memory, its matrix library, its load"
 NEAR_TIE = "sums in another order (another CPU, thread count) can flip a near-tie"
 
 
@@ -112,6 +114,14 @@ class Run:
     def ratio(self, name: str, ratio: Any) -> float:
         """Record a `metrics.Ratio`: its value, its denominator as n, half a point of tolerance."""
         return self.fact(name, ratio.value, n=ratio.denominator, atol=0.005, why=NEAR_TIE)
+
+    def share(self, name: str, flags: Any) -> float:
+        """Record how many of some equalities held; one in ten may fall to a tie."""
+        return self.fact(name, sum(flags) / len(flags), n=len(flags), atol=0.1, why=TIE)
+
+    def speed(self, name: str, value: float, *, n: int, atol: float) -> float:
+        """Record a speed or a ratio of speeds, measured in n repeats."""
+        return self.fact(name, value, n=n, atol=atol, why=SPEED)
 
     def verdict(self) -> pd.DataFrame:
         """Each prediction scored against its fact: held, refuted or not measured."""

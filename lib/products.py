@@ -32,7 +32,7 @@ class ThinLinear(nn.Linear):
         """(..., i) -> (..., o)."""
         if self.bias is not None:
             return super().forward(x)
-        return product(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return product(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.out_features)
 
 
 def thin(model: nn.Module) -> nn.Module:

@@ -152,3 +152,25 @@ def recorded_speeds() -> dict[str, Speed]:
         name: Speed(tuple(d["rates"]), tuple(d["ratios"]), d["tokens_per_round"])
         for name, d in recorded()["deployments"].items()
     }
+
+
+def agreement(record: Mapping[str, Any]) -> pd.DataFrame:
+    """vLLM's counters beside what captures alone predict, one row per deployment in the record."""
+    rows = {}
+    for name, c in record["counts"].items():
+        engine, offline = c["engine"], c["from captures"]
+        low, high = offline["interval"]
+        rows[name] = {
+            "vLLM": engine["tokens_per_round"],
+            "from captures": offline["tokens_per_round"],
+            "95 % interval": f"{low:.2f} .. {high:.2f}",
+            "inside": low <= engine["tokens_per_round"] <= high,
+            "from its texts": c["from the engine's texts"]["tokens_per_round"],
+            "accepted at 0..3": _joint(engine),
+            "from captures 0..3": _joint(offline),
+        }
+    return pd.DataFrame(rows).T.rename_axis("tokens per round")
+
+
+def _joint(counts: Mapping[str, Any]) -> str:
+    return " ".join(f"{n / counts['rounds']:.2f}" for n in counts["accepted_at"][:4])

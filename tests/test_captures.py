@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from lib.captures import Capture, open_capture, open_folder, save_capture
+from lib.checkpoints import load_draft
+from lib.draft import DraftForward
 from lib.errors import CaptureError
 from lib.taps import Stored, Tap
-from tests.support import HIDDEN, random_capture_tensors, write_legacy, write_stack
+from tests.support import HIDDEN, random_capture_tensors, speculators_draft, write_legacy, write_stack
 
 NAMES = ("embed", "layer3", "layer4", "layer6")
 TAPS = (Tap(0), Tap(3), Tap(4), Tap(6))
@@ -330,3 +332,48 @@ def test_with_states_changes_every_state_and_nothing_else(tmp_path, rng):
     for tap in capture.taps:
         assert torch.equal(flipped.state(tap), capture.state(tap).flip(0))
     assert torch.equal(flipped.token_ids, capture.token_ids)
+
+
+# ---- cut -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 5, 9, 10, 1000])
+def test_first_cuts_everything_alike(tmp_path, rng, length):
+    """Ids, mask, every state and the final one end at the same token; beyond the end nothing is lost."""
+    tensors = random_capture_tensors(9, rng)
+    final = torch.randn(9, HIDDEN, generator=rng)
+    whole = open_capture(write_ours(tmp_path / "c.safetensors", tensors, final=final, final_kind="post_norm"))
+    cut = whole.first(length)
+    assert len(cut) == min(length, 9) and cut.taps == whole.taps and cut.final_kind == "post_norm"
+    assert torch.equal(cut.token_ids, tensors["input_ids"][:length])
+    assert torch.equal(cut.loss_mask, tensors["loss_mask"][:length].bool())
+    for tap, state in zip(TAPS, tensors["hidden_states"], strict=True):
+        assert torch.equal(cut.state(tap), state[:length]), tap
+    assert torch.equal(cut.final(), final[:length])
+    assert len(whole) == len(whole.state("layer3")) == 9, "the whole one is as it was"
+
+
+def test_first_twice_is_the_shorter_one(tmp_path, rng):
+    """Cutting composes, and keeps the names given to the states."""
+    whole = open_capture(write_legacy(tmp_path / "data_0.pt", random_capture_tensors(9, rng)), taps=NAMES)
+    for cut in (whole.first(7).first(4), whole.first(4).first(7)):
+        assert len(cut) == 4 and torch.equal(cut.state("layer4"), whole.state("layer4")[:4])
+
+
+def test_cutting_changes_no_earlier_prediction(tmp_path, rng):
+    """A draft looks back only: pairs of the cut text are predicted as in the whole one, three deep."""
+    speculators_draft().save_pretrained(tmp_path / "draft")
+    draft = load_draft(tmp_path / "draft")
+    contract = draft.contract.change(taps=NAMES[:3])
+    whole = open_capture(write_legacy(tmp_path / "data_0.pt", random_capture_tensors(40, rng)), taps=NAMES)
+    before, after = (
+        DraftForward(draft).predict([c], contract, depths=3, feed="own", keep_logits=True)
+        for c in (whole, whole.first(25))
+    )
+    kept = len(after.position)
+    assert 5 < kept < len(before.position)
+    assert torch.equal(after.position, before.position[:kept])
+    torch.testing.assert_close(after.logits, before.logits[:kept])
+    # what the last pairs should predict is cut off; every other truth is the same
+    there = after.position[:, None] + 2 + torch.arange(3) < 25
+    assert torch.equal(after.truth, torch.where(there, before.truth[:kept], -1)) and not there.all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import re
 from dataclasses import replace
@@ -17,13 +18,21 @@ from traitlets.config import Config
 
 from lib.captures import open_capture
 from lib.checkpoints import load_draft
+from lib.decoding import Generation
 from lib.draft import DraftForward
+from lib.speeds import Speed
 from lib.widgets import (
+    ROUND_COLOURS,
     SHOWN,
     conversation_explorer,
     learning_explorer,
     norms_explorer,
     norms_view,
+    rounds_explorer,
+    rounds_view,
+    speed_explorer,
+    token_explorer,
+    token_view,
     wiring_explorer,
     wiring_view,
 )
@@ -31,6 +40,7 @@ from tests.support import random_capture_tensors, speculators_draft, write_legac
 
 TAPS = ("embed", "layer3", "layer4", "layer6")
 LENGTHS = (20, 40, 90)
+EVIL = "<script>alert('x')</script>\"\n"
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +105,144 @@ def test_wiring_view_for_every_choice(toy):
 def test_dangerous_text_is_escaped(toy):
     """Tokens are data: tags, quotes and newlines of a text never become markup of the page."""
     forward, contract, captures = toy
-    evil = "<script>alert('x')</script>\"\n"
-    view = wiring_view(forward, captures, contract, TAPS[:3], 1, lambda _token: evil)
+    view = wiring_view(forward, captures, contract, TAPS[:3], 1, lambda _token: EVIL)
     assert "<script" not in view and "&lt;script&gt;" in view and "&#9166;" in view
     for title in re.findall(r'title="([^"]*)"', view):
         assert "<" not in title and "&#x27;" in title
     assert view.count("<span") == view.count("</span>") == view.count('title="')
     empty = wiring_view(forward, captures, contract, TAPS[:3], 1, lambda _token: "")
     assert "&nbsp;" in empty, "an empty token must leave something to point at"
+
+
+def generation(accepted, gained, depth, plain=0) -> Generation:
+    """An answer with these rounds after its first token; or a plain one of `plain` tokens."""
+    tokens = torch.arange(plain or 1 + sum(gained)) + 10
+    return Generation(torch.arange(3), tokens, tuple(accepted), tuple(gained), 1.0, 0.1, depth)
+
+
+def spans(view: str) -> list[tuple[str, str, str]]:
+    """(tip, colour, text) of the answer's coloured cells; the legend below it is left out."""
+    cells = re.findall(
+        r'<span title="([^"]*)" style="background:(#\w+);[^"]*">(.*?)</span>', view.split("</p>")[0]
+    )
+    return [(html.unescape(tip), colour, html.unescape(text)) for tip, colour, text in cells]
+
+
+def test_rounds_view_for_every_three_rounds():
+    """0 to 6 draft tokens in each of three rounds: every token once, in order, one coloured cell a round."""
+    for accepted in itertools.product(range(7), repeat=3):
+        gained = [n + 1 for n in accepted]
+        gained[-1] = max(1, gained[-1] - 1)  # the text ends inside the last round
+        answer = generation(accepted, gained, depth=6)
+        cells = spans(rounds_view(answer, decode))
+        assert "".join(text for _, _, text in cells) == "".join(map(decode, answer.tokens.tolist()))
+        assert [text.count("<") for _, _, text in cells] == [1, *gained]
+        assert [colour for _, colour, _ in cells[1:]] == [ROUND_COLOURS[min(n, 4)] for n in accepted]
+        assert cells[0][1] not in ROUND_COLOURS, "no draft took part in the first token"
+        for number, (n, m, (tip, _, _)) in enumerate(zip(accepted, gained, cells[1:], strict=True), 1):
+            assert tip == f"round {number}: {n} of 6 draft tokens accepted, {m} tokens gained"
+
+
+def test_rounds_view_says_it_in_words():
+    """The colours' twin: how many rounds of each kind, and the mean of tokens gained."""
+    view = rounds_view(generation([0, 3, 0, 5], [1, 4, 1, 6], depth=5), decode)
+    assert "2 rounds with 0 accepted, 1 rounds with 3 accepted, 1 rounds with 5 accepted; " in view
+    assert "3.00 tokens a round, bonus included" in view
+    legend = re.findall(r"background:(#\w+)[^>]*> (\d\+?) <", view.split("</p>")[1])
+    assert legend == list(zip(ROUND_COLOURS, ["0", "1", "2", "3", "4+"], strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_rounds_view_of_plain_decoding(length):
+    """No rounds, no colour of a round: the prompt's token, then the rest."""
+    answer = generation((), (), depth=0, plain=length)
+    view = rounds_view(answer, decode)
+    first, rest = spans(view)
+    assert first[2] == decode(10) and rest[0] == "plain decoding"
+    assert first[2] + rest[2].strip("\xa0") == "".join(map(decode, answer.tokens.tolist()))
+    assert not {first[1], rest[1]} & set(ROUND_COLOURS)
+    assert "no rounds; 1.00 tokens a round" in view
+
+
+def test_rounds_view_of_a_draft_that_had_no_turn():
+    """The prompt's pass ended the answer: nobody decoded plainly, there was nothing left to draft."""
+    view = rounds_view(generation((), (), depth=5), decode)
+    assert [text for _, _, text in spans(view)] == [decode(10)] and "no rounds" in view
+    assert "plain decoding" not in view
+
+
+def test_rounds_view_escapes_its_text():
+    """Tags, quotes and newlines of tokens stay text; an empty token leaves something to point at."""
+    view = rounds_view(generation([1, 0], [2, 1], depth=4), lambda _token: EVIL)
+    assert "<script" not in view and "\n" not in view
+    assert "".join(text for _, _, text in spans(view)) == 4 * EVIL.replace("\n", "\u23ce")
+    assert view.count("<span") == view.count("</span>") == view.count('title="')
+    empty = rounds_view(generation([1, 0], [2, 1], depth=4), lambda _token: "")
+    assert [text for _, _, text in spans(empty)] == 3 * ["\xa0"]
+
+
+def best_five(view: str, column: int, columns: int) -> list[tuple[int, int, bool]]:
+    """(token, percent, marked as right) of one contract's column of `token_view`."""
+    cells = [html.unescape(c) for c in re.findall(r"<td>(.*?)</td>", view)]
+    assert len(cells) == 5 * columns
+    rows = [re.fullmatch(r"'<(\d+)>' (\d+) %( \(right\))?", c).groups() for c in cells[column::columns]]
+    return [(int(token), int(percent), bool(mark)) for token, percent, mark in rows]
+
+
+def test_token_view_at_every_position(toy):
+    """Every scored pair, two contracts: best first, `(right)` on the text's token and nowhere else."""
+    forward, trained, captures = toy
+    contracts = {"trained": trained, "served": trained.change(taps=TAPS[1:])}
+    marked, unknown = 0, 0
+    for capture in captures:
+        alone = [forward.predict([capture], c) for c in contracts.values()]
+        for index, t in enumerate(capture.scored.tolist()):
+            view, truth = (
+                token_view(forward, capture, contracts, index, decode),
+                int(capture.token_ids[t + 2]),
+            )
+            shown = html.unescape(view)
+            assert f"position {t} of {capture.name}: " in shown and f"<b>[{decode(truth)}]</b>" in shown
+            before = "".join(map(decode, capture.token_ids[max(0, t - 12) : t + 2].tolist()))
+            assert f"\u2026{before}<b>" in shown
+            known = bool(forward.in_vocab[truth])
+            assert ("(not in the draft's vocabulary)" in view) is not known
+            unknown += not known
+            for column, p in enumerate(alone):
+                best = best_five(view, column, columns=2)
+                tokens, percents, right = zip(*best, strict=True)
+                assert tokens[0] == int(p.target_ids[index, 0]) and len(set(tokens)) == 5
+                assert list(percents) == sorted(percents, reverse=True) and sum(percents) <= 102
+                assert list(right) == [token == truth for token in tokens]
+                marked += sum(right)
+    assert marked and unknown, "the toy shows neither a right token nor an unknown one: pick another seed"
+
+
+def test_token_view_shows_the_norms_of_every_tap(toy):
+    """Norms of the states at the shown position, each with its tap's name."""
+    forward, contract, captures = toy
+    t = int(captures[1].scored[5])
+    norms = [f"{tap} {captures[1].state(tap)[t].norm():.1f}" for tap in captures[1].taps]
+    assert "norms of the states: " + ", ".join(norms) in token_view(
+        forward, captures[1], {"only": contract}, 5, decode
+    )
+
+
+def test_token_view_beyond_the_end_shows_the_last(toy):
+    """A short text under a slider made for the longest one."""
+    forward, contract, captures = toy
+    last = len(captures[0].scored) - 1
+    views = {token_view(forward, captures[0], {"only": contract}, last + n, decode) for n in (0, 1, 1000)}
+    assert len(views) == 1
+
+
+def test_token_view_escapes_its_text(toy):
+    """Tokens, a capture's name and a contract's name are data."""
+    forward, contract, captures = toy
+    named = replace(captures[1], name="<i>")
+    view = token_view(forward, named, {"<u>": contract}, 3, lambda _token: EVIL)
+    assert not re.search("<script|<i>|<u>", view)
+    assert "&lt;script&gt;" in view and "of &lt;i&gt;: " in view and "&lt;u&gt;" in view
 
 
 def test_norms_explorer_reacts(toy, shell):
@@ -159,6 +299,94 @@ def test_learning_explorer_draws_every_metric(shell):
     with capture_output() as seen:
         metric.value = "full_acc_0"
     assert "Figure" in seen.outputs[0].data["text/plain"]
+
+
+def change(box, name: str, value) -> list[dict]:
+    """Set one control; what was displayed, after making sure that nothing failed."""
+    with capture_output() as seen:
+        controls(box)[name].value = value
+    printed = seen.stdout.replace("\x1b[2K\r", "")  # what clears an output where there is no browser
+    assert not printed and not seen.stderr, printed + seen.stderr
+    return [output.data for output in seen.outputs]
+
+
+def test_rounds_explorer_shows_every_choice(shell):
+    """Every prompt of every deployment: the pure view of it, the last deployment first."""
+    runs = {
+        "plain": [generation((), (), 0, plain=n) for n in (4, 5, 6)],
+        "drafted": [generation([n, 0], [n + 1, 1], 3) for n in (0, 1, 3)],
+    }
+    with capture_output() as first:
+        box = rounds_explorer(runs, decode)
+    assert first.outputs[0].data["text/html"] == rounds_view(runs["drafted"][0], decode)
+    assert (controls(box)["prompt"].min, controls(box)["prompt"].max) == (0, 2)
+    shown = set()
+    for name, order in (("plain", (1, 2, 0)), ("drafted", (1, 2, 0))):
+        change(box, "deployment", name)
+        for prompt in order:
+            (seen,) = change(box, "prompt", prompt)
+            assert seen["text/html"] == rounds_view(runs[name][prompt], decode)
+            shown.add(seen["text/html"])
+    assert len(shown) == 6, "two choices look the same"
+
+
+def test_rounds_explorer_offers_the_prompts_that_all_have(shell):
+    """Where a deployment answered fewer prompts, the slider ends with it."""
+    one = generation([1], [2], 3)
+    with capture_output():
+        box = rounds_explorer({"a": [one, one, one], "b": [one, one]}, decode)
+    assert controls(box)["prompt"].max == 1
+
+
+def test_token_explorer_shows_every_position(toy, shell):
+    """Every position of every text, also those that only the longest one has."""
+    forward, contract, captures = toy
+    with capture_output() as first:
+        box = token_explorer(forward, captures, {"only": contract}, decode)
+    slider = controls(box)["position"]
+    assert first.outputs[0].data["text/html"] == token_view(
+        forward, captures[0], {"only": contract}, slider.value, decode
+    )
+    assert (slider.min, slider.max) == (0, len(captures[2].scored) - 1)
+    for conversation in (1, 2, 0):
+        shown = [change(box, "text", conversation)[0]["text/html"]]
+        for index in (*range(slider.value + 1, slider.max + 1), *range(slider.value + 1)):
+            (seen,) = change(box, "position", index)
+            shown.append(seen["text/html"])
+        # each scored pair has a view of its own, and the slider's whole range reached all of them
+        assert len(set(shown)) == len(captures[conversation].scored)
+        assert shown[-1] == token_view(
+            forward, captures[conversation], {"only": contract}, slider.value, decode
+        )
+
+
+def test_token_explorer_of_short_texts(toy, shell):
+    """Fewer positions than the slider's first value: it starts at the last one."""
+    forward, contract, captures = toy
+    with capture_output() as first:
+        box = token_explorer(forward, [captures[0].first(12)], {"only": contract}, decode)
+    assert controls(box)["position"].value == controls(box)["position"].max < 12 and len(first.outputs) == 1
+
+
+def test_speed_explorer_shows_every_depth(shell):
+    """Every depth that all wirings have: its row of each table, a figure that marks it, none left open."""
+    columns = {"tokens per round": 1.5, "ratio": 0.5}
+    predicted = {
+        "trained": pd.DataFrame({c: {d: v + d / 8 for d in (1, 2, 4, 8)} for c, v in columns.items()}),
+        "served": pd.DataFrame({c: {d: v - d / 64 for d in (1, 2, 8, 15)} for c, v in columns.items()}),
+    }
+    measured = {"trained": {2: Speed((10.0, 12.0), (0.7, 0.8), 1.7)}}
+    before = plt.get_fignums()
+    with capture_output() as first:
+        box = speed_explorer(predicted, measured)
+    slider = controls(box)["draft tokens"]
+    assert slider.options == (1, 2, 8) and slider.value == 1 and len(first.outputs) == 2
+    for depth in (2, 8, 1):
+        table, figure = change(box, "draft tokens", depth)
+        cells = [float(cell) for cell in re.findall("<td>(.*?)</td>", table["text/html"])]
+        assert cells == [rows[c][depth] for rows in predicted.values() for c in columns], depth
+        assert "Figure" in figure["text/plain"]
+    assert plt.get_fignums() == before
 
 
 def test_errors_show_and_free_the_controls(toy, shell):
