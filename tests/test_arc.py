@@ -89,14 +89,10 @@ def test_readme_figure_shows_facts_and_record(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
     run = Run("05", tmp_path)
-    run.fact("best_depth", 4)
-    for name, rate in (
-        ("no_speculation", 20.0),
-        ("deployed_15", 10.0),
-        ("fixed_15", 30.0),
-        ("fixed_best", 50.0),
-    ):
-        run.fact(f"speed.{name}", rate)
+    facts = {"best_depth": 4, "speed.no_speculation": 20.0}
+    facts |= {"ratio.deployed_15": 0.5, "ratio.fixed_15": 1.5, "ratio.fixed_best": 2.5}
+    for name, value in facts.items():
+        run.fact(name, value)
     run.save()
     rates = {"baseline": 10.0, "deployed, 15": 6.0, "fixed, 3": 25.0, "fixed, 5": 22.0, "fixed, 15": 9.0}
     made = {n: {"rates": [r], "ratios": [r / 10], "tokens_per_round": 1.0} for n, r in rates.items()}
@@ -107,6 +103,7 @@ def test_readme_figure_shows_facts_and_record(tmp_path, monkeypatch):
     arc.readme_figure()
     assert arc.FIGURE.read_bytes().startswith(b"\x89PNG")
     ours, engine = plt.gcf().axes
+    assert ours.texts[1].get_text() == "0.50x  10 tok/s", "the ratio times the plain speed"
     shown = [[(t.get_text(), bar.get_width()) for t, bar in zip(a.get_yticklabels(), a.patches, strict=True)]
              for a in (ours, engine)]  # fmt: skip
     plt.close()
