@@ -199,5 +199,5 @@ def plot_definitions(rows: pd.DataFrame, title: str) -> Figure:
     axes.set_xlabel("% at the first draft token")
     axes.set_xlim(left=0)
     axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize=9, loc="upper center")
+    axes.legend(frameon=False, fontsize=9, loc="center left")
     return figure

@@ -753,11 +753,11 @@ def test_the_real_pair_is_lossless_and_replayed(real):
     """Draft (a) under right and wrong taps, depths 2 and 15: the target's text, round for round."""
     model, prompts, forward, right = real
     gain = {}
-    for prompt in prompts[:2]:
+    for question, prompt in zip(QUESTIONS[:2], prompts, strict=False):
         plain = decode(model, prompt, 48)
         for name, contract in (("right", right), ("wrong", right.change(taps=samples.SERVED_TAPS))):
             for depth in (2, 15):
-                where = f"{name} taps, depth {depth}, prompt {prompts.index(prompt)}"
+                where = f"{name} taps, depth {depth}, {question!r}"
                 live = speculate(model, forward, prompt, 48, depth=depth, contract=contract)
                 same = torch.equal(live.tokens, plain.tokens)
                 assert same or near_tie(model, plain, live), f"not the target's own text: {where}"

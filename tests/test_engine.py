@@ -626,7 +626,7 @@ def test_the_engines_ids_are_boundaries(tap, engine_captures, target, prompts):
         following = states[after][0] if after != tap else target.model.norm(states[tap][0])
         assert relative(capture.state(tap), states[tap][0]).max() < 2e-5
         # Without the first position: it is an attention sink, large and nearly the same in every block.
-        assert relative(capture.state(tap), following)[1:].min() > 0.02
+        assert relative(capture.state(tap), following)[1:].min() > 0.01
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
