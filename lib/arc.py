@@ -61,6 +61,8 @@ def run_notebook(path: Path, out: Path) -> float:
 def main() -> int:
     """Run what exists of the arc and print the table."""
     OUT.mkdir(parents=True, exist_ok=True)
+    for old in OUT.glob("*.json"):
+        old.unlink()  # facts of an earlier run must not stand in for this one's
     began = time.monotonic()
     for path in notebook_files():
         if path.name[:2] not in ARC:

@@ -130,7 +130,12 @@ class Capture:
         return replace(self, taps=names, readers=readers)
 
     def first(self, length: int) -> Capture:
-        """The same conversation cut after `length` tokens."""
+        """The same conversation cut after `length` tokens, at least one."""
+        if length < 1:
+            raise CaptureError(
+                self.path, "length", expected="1 or more tokens", found=str(length),
+                remedy="a capture without tokens has nothing to predict",
+            )  # fmt: skip
         readers = {tap: (lambda read=read: read()[:length]) for tap, read in self.readers.items()}
         ids, mask = self.token_ids[:length], self.loss_mask[:length]
         return replace(self, token_ids=ids, loss_mask=mask, readers=readers)

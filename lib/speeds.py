@@ -70,7 +70,7 @@ def in_turns(
     """Measure variants of the workbook's loop; the first one is the baseline.
 
     Variants take turns inside each repeat, so that a slow moment of the machine hits all of them.
-    One short pass of each warms up first. Rates leave out the prompt's pass.
+    One pass of each over the first prompt warms up. Rates leave out the prompt's pass.
 
     Returns: speed per variant, and the generations of the last repeat, one per prompt.
     """

@@ -87,7 +87,7 @@ def rounds_view(generation: Generation, decode: Callable[[int], str]) -> str:
         )
         cells.append(_cell(text, ROUND_COLOURS[min(accepted, len(ROUND_COLOURS) - 1)], tip))
         at += gained
-    if not generation.gained:
+    if not generation.depth:
         cells.append(_cell("".join(decode(t) for t in tokens[1:]), "#FFFFFF", "plain decoding"))
     counts = Counter(generation.accepted)
     twin = ", ".join(f"{counts[n]} rounds with {n} accepted" for n in sorted(counts)) or "no rounds"
@@ -128,11 +128,13 @@ def token_view(
     frame = pd.DataFrame(table, index=[f"{n}." for n in range(1, 6)])
     norms = ", ".join(f"{t} {float(capture.state(t)[position].float().norm()):.1f}" for t in capture.taps)
     ids = capture.token_ids.tolist()
-    before = "".join(decode(i) for i in ids[max(0, position - 12) : position + 2])
+    start = max(0, position - 12)
+    before = "\u2026" * (start > 0) + "".join(decode(i) for i in ids[start : position + 2])
+    wanted = decode(truth).replace("\n", "\u23ce")
     known = "" if forward.in_vocab[truth] else " (not in the draft's vocabulary)"
     return (
-        f"<p>position {position} of {html.escape(capture.name)}: \u2026{html.escape(before)}<b>"
-        f"[{html.escape(decode(truth))}]</b>{known}<br>norms of the states: {norms}</p>" + frame.to_html()
+        f"<p>position {position} of {html.escape(capture.name)}: {html.escape(before)}<b>"
+        f"[{html.escape(wanted)}]</b>{known}<br>norms of the states: {norms}</p>" + frame.to_html()
     )
 
 

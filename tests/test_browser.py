@@ -70,7 +70,7 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     root, home = tmp_path_factory.mktemp("workbook"), tmp_path_factory.mktemp("home")
-    for name in ("notebooks", "lib", "data_samples"):
+    for name in ("notebooks", "lib", "data_samples", "bench"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, root / name)
     if (ROOT / ".work").exists():
