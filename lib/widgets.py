@@ -152,7 +152,7 @@ def _shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) ->
 
     for control in controls.values():
         control.observe(update, names="value")
-        control.layout.width = "300px" if isinstance(control, widgets.IntSlider) else "190px"
+        control.layout.width = "190px" if isinstance(control, widgets.Dropdown) else "300px"
     row = widgets.HBox(list(controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
     box = widgets.VBox([row, output])
     box.add_class("explorer")
