@@ -29,6 +29,7 @@ from lib import samples
 from lib.acceptance import rollouts, speed_table, walk
 from lib.decoding import Generation, as_capture, decode, measure_costs, speculate
 from lib.draft import DraftForward
+from lib.speeds import overall_rate
 from lib.target import continue_greedily, ensure_target, load_target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -173,8 +174,7 @@ def speed(model, forward, contracts, prompts, tokens: int, depths, repeats: int)
     predicted, live, plain = {}, {}, []
 
     def run(call) -> float:
-        texts = [call(p) for p in prompts]
-        return sum(len(g.tokens) - 1 for g in texts) / sum(g.seconds for g in texts)
+        return overall_rate([call(p) for p in prompts])
 
     for _ in tqdm(range(repeats), desc="speed"):
         plain.append(run(lambda p: decode(model, p, tokens)))

@@ -24,7 +24,7 @@ from lib.captures import FINAL, Capture
 from lib.contract import Contract
 from lib.draft import DraftForward, Predictions
 from lib.errors import MetricError
-from lib.metrics import bootstrap_interval, resample_weights
+from lib.metrics import per_conversation, ratio
 from lib.target_head import TargetHead
 
 
@@ -63,13 +63,9 @@ class Rounds:
     def interval(self) -> tuple[float, float]:
         """95 % interval of 1 + accepted / rounds, conversations resampled."""
         n = int(self.capture.max()) + 1
-        rounds = torch.zeros(n).index_add_(0, self.capture, torch.ones(len(self)))
-        accepted = torch.zeros(n).index_add_(0, self.capture, self.accepted.float())
-        used = rounds > 0
-        weights = resample_weights(int(used.sum()))
-        values = (weights @ accepted[used].double()) / (weights @ rounds[used].double())
-        low, high = bootstrap_interval(values)
-        return 1 + low, 1 + high
+        rounds = per_conversation(torch.ones_like(self.accepted), self.capture, n)
+        rate = ratio("accepted per round", per_conversation(self.accepted, self.capture, n), rounds)
+        return 1 + rate.low, 1 + rate.high
 
     def of(self, capture: int) -> list[int]:
         """Accepted counts of one conversation, in order."""

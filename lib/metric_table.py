@@ -392,10 +392,7 @@ def _automodel_counts(e: Evidence) -> tuple[Tensor, Tensor]:
     counted = e.next_mask & e.known
     n, owner = len(e.captures), e.predictions.capture
     hits = (e.hit_draft & counted).sum(1)
-    total = torch.zeros(2, n, dtype=torch.int64)
-    total[0].index_add_(0, owner, hits)
-    total[1].index_add_(0, owner, counted.sum(1))
-    return total[0], total[1]
+    return per_conversation(hits, owner, n), per_conversation(counted.sum(1), owner, n)
 
 
 def _automodel_accuracy(e: Evidence, _: int) -> Measured:
@@ -417,15 +414,11 @@ def _model_optimizer_train_acc(e: Evidence, i: int) -> Measured:
     return _pairs(e, e.hit_draft[:, i], e.next_mask[:, i])
 
 
-def _by_capture(values: Tensor, rounds: Rounds, n: int) -> Tensor:
-    """(B,) sums of (R,) per-round integers."""
-    return torch.zeros(n, dtype=torch.int64).index_add_(0, rounds.capture, values.long())
-
-
 def _served(e: Evidence, numerator: Tensor, denominator: Tensor) -> Measured:
     """Ratio of sums over rounds: (R,) integers each."""
-    n = len(e.captures)
-    return _of(ratio("rounds", _by_capture(numerator, e.rounds, n), _by_capture(denominator, e.rounds, n)))
+    n, owner = len(e.captures), e.rounds.capture
+    counts = per_conversation(denominator, owner, n)
+    return _of(ratio("rounds", per_conversation(numerator, owner, n), counts))
 
 
 def _first_rounds(e: Evidence) -> Tensor:
@@ -435,9 +428,9 @@ def _first_rounds(e: Evidence) -> Tensor:
 
 
 def _model_optimizer_ar(e: Evidence, _: int) -> Measured:
-    n, first = len(e.captures), _first_rounds(e)
-    tokens = _by_capture(e.rounds.gained + first, e.rounds, n)  # the first token and every round's
-    rounds = _by_capture(_drafts(e) + first, e.rounds, n)
+    n, owner, first = len(e.captures), e.rounds.capture, _first_rounds(e)
+    tokens = per_conversation(e.rounds.gained + first, owner, n)  # the first token and every round's
+    rounds = per_conversation(_drafts(e) + first, owner, n)
     return _weighted(tokens.double() / rounds.clamp(min=1), rounds > 0)
 
 

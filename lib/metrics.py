@@ -66,9 +66,9 @@ class Ratio:
         }
 
 
-def per_conversation(flags: Tensor, capture: Tensor, n: int) -> Tensor:
-    """Counts (n,) of true flags (S,) in each conversation."""
-    return torch.zeros(n, dtype=torch.int64).index_add_(0, capture, flags.long())
+def per_conversation(values: Tensor, capture: Tensor, n: int) -> Tensor:
+    """Sums (n,) of flags or whole numbers (S,) in each conversation."""
+    return torch.zeros(n, dtype=torch.int64).index_add_(0, capture, values.long())
 
 
 def resample_weights(n: int, resamples: int = RESAMPLES, seed: int = SEED) -> Tensor:

@@ -82,7 +82,7 @@ def in_turns(
     for _ in tqdm(range(repeats), desc="repeats", mininterval=5, disable=None):
         for name, run in variants.items():
             runs[name] = [run(prompt) for prompt in prompts]
-            rates[name].append(_rate(runs[name]))
+            rates[name].append(overall_rate(runs[name]))
     speeds = {}
     for name, done in runs.items():
         rounds = sum(len(g.gained) for g in done)
@@ -92,7 +92,8 @@ def in_turns(
     return speeds, runs
 
 
-def _rate(runs: Sequence[Generation]) -> float:
+def overall_rate(runs: Sequence[Generation]) -> float:
+    """Tokens a second over several answers, their prompts' passes left out."""
     return sum(len(g.tokens) - 1 for g in runs) / sum(g.seconds for g in runs)
 
 

@@ -77,6 +77,23 @@ def speculators_draft(
     return model.to(dtype).eval()
 
 
+def draft_and_head(folder: Path, rng: torch.Generator):
+    """speculators' model, the draft read from its files, and a random target head that the model shares."""
+    from lib.checkpoints import load_draft
+    from lib.target_head import TargetHead
+
+    model = speculators_draft()
+    model.save_pretrained(folder / "draft")
+    draft = load_draft(folder / "draft")
+    lm_head = torch.randn(VOCAB, HIDDEN, generator=rng)
+    norm = 1 + 0.1 * torch.randn(HIDDEN, generator=rng)
+    head = TargetHead(Path("toy"), lm_head, norm, lm_head, draft.eps, 6)
+    with torch.no_grad():
+        model.verifier_norm.weight.copy_(norm)
+        model.verifier_lm_head.weight.copy_(lm_head[draft.to_target(torch.arange(DRAFT_VOCAB))])
+    return model, draft, head
+
+
 def random_capture_tensors(length: int, generator: torch.Generator, states: int = 4) -> dict:
     """Token ids, loss mask and states of one made-up conversation, scales as uneven as real ones."""
     scales = torch.tensor([1.0, 30.0, 60.0, 200.0, 250.0])[:states]

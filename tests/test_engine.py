@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from lib import engine, samples
+from lib import engine, engine_draft, samples
 from lib.captures import open_capture, open_folder
 from lib.checkpoints import load_draft
 from lib.contract import Rope
@@ -27,13 +27,12 @@ from lib.engine import (
     Counters,
     Deployment,
     Server,
-    as_served,
     capture_with_engine,
     find_engine,
     serve,
     why_absent,
-    write_draft,
 )
+from lib.engine_draft import as_served, write_draft
 from lib.errors import EngineError
 from lib.taps import Stored, Tap
 from lib.target import continue_greedily, ensure_target, load_target, record_states
@@ -195,9 +194,9 @@ def test_a_map_out_of_the_vocabulary_is_refused(tiny, tmp_path):
 
 def test_a_draft_that_reads_back_differently_is_an_error(tiny, tmp_path, monkeypatch):
     """The folder is not trusted: here the ids are lost between writing and reading."""
-    config = engine._config
+    config = engine_draft._config
     monkeypatch.setattr(
-        engine, "_config", lambda *a: config(*a) | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+        engine_draft, "_config", lambda *a: config(*a) | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
     )
     with pytest.raises(EngineError, match=r"the contract that was written, found slot 1: layer3 -> layer2"):
         write_draft(tiny(), tiny().contract, tmp_path)

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from lib import samples
 from lib.acceptance import Rounds, rollouts, walk
 from lib.captures import Capture, open_capture, save_capture
-from lib.checkpoints import load_draft
 from lib.contract import Contract
 from lib.draft import DraftForward, Predictions
 from lib.errors import MetricError
@@ -35,8 +34,13 @@ from lib.metric_table import (
     target_side,
 )
 from lib.taps import Tap
-from lib.target_head import TargetHead
-from tests.support import DRAFT_VOCAB, HIDDEN, VOCAB, random_capture_tensors, speculators_draft
+from tests.support import (
+    DRAFT_VOCAB,
+    HIDDEN,
+    VOCAB,
+    draft_and_head,
+    random_capture_tensors,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
@@ -303,15 +307,7 @@ def written(tmp_path_factory):
     Returns: speculators model, draft, target head, captures, contract.
     """
     folder, rng = tmp_path_factory.mktemp("written"), torch.Generator().manual_seed(11)
-    model = speculators_draft()
-    model.save_pretrained(folder / "draft")
-    draft = load_draft(folder / "draft")
-    lm_head = torch.randn(VOCAB, HIDDEN, generator=rng)
-    norm = 1 + 0.1 * torch.randn(HIDDEN, generator=rng)
-    head = TargetHead(Path("toy"), lm_head, norm, lm_head, draft.eps, 6)
-    with torch.no_grad():
-        model.verifier_norm.weight.copy_(norm)
-        model.verifier_lm_head.weight.copy_(lm_head[draft.to_target(torch.arange(DRAFT_VOCAB))])
+    model, draft, head = draft_and_head(folder, rng)
     forward, contract, captures = DraftForward(draft), draft.contract.change(taps=TAPS), []
     for n, length in enumerate((5, 8, 20, 33)):
         tensors = random_capture_tensors(length, rng, states=3)
@@ -333,7 +329,7 @@ def written(tmp_path_factory):
             t += n_hits + 1
         following = torch.cat((ids[1:], torch.randint(0, VOCAB, (1,), generator=rng)))
         noise = torch.randn(length, HIDDEN, generator=rng)
-        captures.append(save(20 * lm_head[following] / norm + 20 * noise))
+        captures.append(save(20 * head.lm_head[following] / head.norm + 20 * noise))
     return model, draft, head, captures, contract
 
 

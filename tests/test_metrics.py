@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lib.captures import open_capture
-from lib.checkpoints import load_draft
 from lib.contract import Contract
 from lib.draft import DraftForward, Predictions
 from lib.errors import MetricError
@@ -21,13 +18,10 @@ from lib.metrics import (
     speculators_accuracy,
     trainer_targets,
 )
-from lib.target_head import TargetHead
 from tests.support import (
     DRAFT_VOCAB,
-    HIDDEN,
-    VOCAB,
+    draft_and_head,
     random_capture_tensors,
-    speculators_draft,
     write_legacy,
 )
 
@@ -152,16 +146,8 @@ def trainer(tmp_path_factory):
     four steps, some break earlier, and the rest is chance.
     """
     folder, rng = tmp_path_factory.mktemp("trainer"), torch.Generator().manual_seed(4)
-    model = speculators_draft()
-    model.save_pretrained(folder / "draft")
-    draft = load_draft(folder / "draft")
-    lm_head = torch.randn(VOCAB, HIDDEN, generator=rng)
-    norm = 1 + 0.1 * torch.randn(HIDDEN, generator=rng)
-    head = TargetHead(Path("toy"), lm_head, norm, lm_head, draft.eps, 6)
+    model, draft, head = draft_and_head(folder, rng)
     rows = draft.to_target(torch.arange(DRAFT_VOCAB))
-    with torch.no_grad():
-        model.verifier_norm.weight.copy_(norm)
-        model.verifier_lm_head.weight.copy_(lm_head[rows])
     contract = draft.contract.change(taps=TAPS[:3])
     tensors = [random_capture_tensors(n, rng) for n in (6, 7, 30, 41, 90)]
 
@@ -176,7 +162,7 @@ def trainer(tmp_path_factory):
         for start in range(0, len(ids) - 3, 4):
             length = int(torch.randint(2, 5, (1,), generator=rng))
             wanted[start : start + length] = ids[start, torch.arange(length)]
-        t["hidden_states"][3][1:] = 40 * lm_head[rows[wanted]] / norm
+        t["hidden_states"][3][1:] = 40 * head.lm_head[rows[wanted]] / head.norm
     return model, draft, head, opened(), tensors, p
 
 
