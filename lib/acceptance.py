@@ -163,7 +163,7 @@ def overlap(
             inside = p.truth[:, depth] >= 0
             states = final[p.position[inside] + 1 + depth]  # predicts x_{t+2+depth}
             for rows, at in zip(states.split(256), inside.nonzero().flatten().split(256), strict=True):
-                logits = head.logits(rows, final_kind=capture.final_kind) / temperature  # (n, V)
+                logits = head.logits(rows, final_kind=capture.known_final_kind()) / temperature  # (n, V)
                 target = logits.softmax(-1)[:, said]
                 shares[at, depth] = torch.minimum(target, q[at, depth]).sum(-1)
         predictions.append((torch.full_like(p.position, i), p))

@@ -1,15 +1,8 @@
 """Captures: what was recorded of the target, read lazily and accounted for completely.
 
-Three layouts are read here (formats_and_faults A.1):
-
-| layout | file | states |
-|---|---|---|
-| `speculators-legacy` | `data_N.pt` | list of [L, H]; the last one is the trainer's "verifier last" |
-| `speculators` / vLLM | `hs_N.safetensors` | one tensor [L, k, H]; loss mask in an arrow dataset |
-| `workbook` | `*.safetensors` with our metadata | `tap.K` [L, H] each, and `final` [L, H] |
-
-The first two do not say which taps they hold. Say it with `taps=`; otherwise the states are called
-`stored0`, `stored1`, ... and every report shows that nobody named them.
+The layouts of every framework are read in `lib.capture_formats`; here they become one `Capture`, and folders
+of them a `CaptureFolder`. A layout that does not say which taps it holds leaves its states called `stored0`,
+`stored1`, ... until `taps=` names them, and every report shows that nobody did.
 
 Axes: L positions, H target hidden size, k stored states.
 """
@@ -17,29 +10,38 @@ Axes: L positions, H target hidden size, k stored states.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lib.errors import CaptureError
+from lib.arrow_masks import ArrowMasks, arrow_files, numeric
+from lib.capture_formats import FINAL, FORMAT, Content, read_capture
+from lib.errors import CaptureError, WorkbookError
 from lib.taps import Stored, Tap, parse_tap
-from lib.weights import load_pickle
 
-FORMAT = "eagle3-workbook-capture"
-FINAL = "final"
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NO_MASK = "no loss mask given: every position counts, the prompt too"
+KINDS = ("pre_norm", "post_norm")
+Names = Sequence[Tap | Stored | str | int]
 # Files that frameworks leave beside captures, and why they are not captures.
 IGNORED = {
     r".*\.lock": "lock file of a writer",
     r"sample_lengths\.json": "speculators: lengths, recomputed here",
     r"token_freq\.pt": "speculators: token counts for the draft vocabulary",
+    r"(d2t|t2d)\.(npy|pt)|vocab_mapping\.pt": "vocabulary map of a draft",
+    r"cache-.*\.arrow": "datasets: cache of a later step",
+    r".*\.arrow": "speculators: preprocessed dataset, the loss masks",
+    r"dataset_info\.json|state\.json": "datasets: description of the arrow files",
     r"README.*|LICENSE.*|manifest\.json": "documentation",
+}
+IGNORED_FOLDERS = {
+    r"vocab_mapping": "SpecForge: vocabulary map of a draft",
+    r"\..*|__pycache__": "hidden folder or cache of a program",
 }
 
 
@@ -54,7 +56,8 @@ class Capture:
         loss_mask: (L,) bool; True on tokens the trainer scored (the assistant's).
         taps: names of the stored states, in stored order.
         hidden_size: H.
-        final_kind: "pre_norm" or "post_norm" for the state returned by `final()`; None if absent.
+        final_kind: "pre_norm" or "post_norm" for the state returned by `final()`; None: there is none, or
+            nobody said yet (`lib.final_state.settle_final` finds out).
         notes: every default that was taken while reading.
     """
 
@@ -106,6 +109,15 @@ class Capture:
         """The target's last state, (L, H); `final_kind` says whether the final norm is in it."""
         return self.state(FINAL)
 
+    def known_final_kind(self) -> str:
+        """`final_kind`; CaptureError while nobody has said which it is."""
+        if self.final_kind not in KINDS:
+            raise CaptureError(
+                self.path, "final_kind", expected=f"{' or '.join(KINDS)}", found=repr(self.final_kind),
+                remedy="lib.final_state.settle_final(captures, head) decides by evidence; or say it yourself",
+            )  # fmt: skip
+        return self.final_kind
+
     @property
     def scored(self) -> Tensor:
         """Positions t whose pair (state t, token t+1) the trainer scores and a next token exists.
@@ -128,6 +140,26 @@ class Capture:
         readers = {new: self.readers[old] for new, old in zip(names, self.taps, strict=True)}
         readers |= {FINAL: self.readers[FINAL]} if FINAL in self.readers else {}
         return replace(self, taps=names, readers=readers)
+
+    def split_last(self, kind: Literal["pre_norm", "post_norm"]) -> Capture:
+        """The last stored state as the final one; the other stored states keep their names.
+
+        For speculators, vLLM and legacy files whose last slot is the target's last state.
+        """
+        if kind not in KINDS:
+            raise CaptureError(
+                self.path, "final_kind", expected=f"{' or '.join(KINDS)}", found=repr(kind),
+                remedy="vLLM and speculators store the last state pre-norm, transformers post-norm",
+            )  # fmt: skip
+        if FINAL in self.readers or not self.taps:
+            raise CaptureError(
+                self.path, FINAL, expected="a last stored state, and no final one yet",
+                found="no stored state" if not self.taps else "a final state of its own",
+                remedy="use the final state that the file has; nothing has to be split off",
+            )  # fmt: skip
+        readers = {tap: self.readers[tap] for tap in self.taps[:-1]}
+        readers[FINAL] = self.readers[self.taps[-1]]
+        return replace(self, taps=self.taps[:-1], readers=readers, final_kind=kind)
 
     def first(self, length: int) -> Capture:
         """The same conversation cut after `length` tokens, at least one."""
@@ -153,6 +185,11 @@ class Capture:
                 found=f"other tokens ({len(other)} against {len(self)})",
                 remedy="pair files of the same conversation",
             )  # fmt: skip
+        if FINAL not in other.readers:
+            raise CaptureError(
+                other.path, FINAL, expected="a final state to join", found="none",
+                remedy="Capture.split_last() makes the last stored state the final one",
+            )  # fmt: skip
         readers = {**self.readers, FINAL: other.readers[FINAL]}
         return replace(self, readers=readers, final_kind=other.final_kind)
 
@@ -169,43 +206,125 @@ class Capture:
 def open_capture(
     path: str | Path,
     *,
-    taps: Sequence[Tap | Stored | str | int] | None = None,
+    taps: Names | Mapping[int, Names] | None = None,
     loss_mask: Tensor | None = None,
+    layout: str | None = None,
 ) -> Capture:
-    """Open one capture file of any supported layout.
+    """Open one capture file of any layout in `lib.capture_formats.CAPTURE_FORMATS`.
 
     Args:
-        path: `data_N.pt`, `hs_N.safetensors`, or our own `*.safetensors`.
-        taps: names of the stored states in stored order, where the layout does not record them.
-        loss_mask: (L,) for layouts without one.
+        path: the file; its content decides what it is.
+        taps: names of the stored states in stored order, where the layout does not record them; or
+            {number of stored states: names} for files of several kinds.
+        loss_mask: (L,) for files without one.
+        layout: only needed where the content fits two.
 
     Raises CaptureError for anything that is not a complete, well-formed capture.
     """
-    path = Path(path)
+    return _open(Path(path), taps, None if loss_mask is None else lambda _file: loss_mask, layout)
+
+
+def _open(path: Path, taps, mask_of: Callable[[Path], Tensor] | None, layout: str | None) -> Capture:
     if not path.is_file():
         raise CaptureError(
             path, "file", expected="a file", found="a folder" if path.is_dir() else "nothing there",
             remedy="check the path; open_folder() reads folders",
         )  # fmt: skip
-    if path.suffix == ".safetensors":
-        capture = _open_safetensors(path, loss_mask)
-    elif path.suffix == ".pt":
-        capture = _open_legacy(path)
-    else:
-        raise CaptureError(
-            path, "suffix", expected=".pt or .safetensors", found=repr(path.suffix),
-            remedy="convert the capture, or rename it if the suffix is wrong",
-        )  # fmt: skip
+    capture = _build(path, read_capture(path, layout), mask_of)
+    if isinstance(taps, Mapping):
+        taps = _names_for(capture, taps)
     return capture.named(taps) if taps is not None else capture
+
+
+def _names_for(capture: Capture, taps: Mapping[int, Names]) -> Names | None:
+    """The entry for this number of stored states; files that need no names may have none."""
+    n = len(capture.taps)
+    if n not in taps and any(isinstance(t, Stored) for t in capture.taps):
+        raise CaptureError(
+            capture.path, "taps", expected=f"names for a file of {n} stored states",
+            found=f"names for {sorted(taps)}", remedy="add a list of that length",
+        )  # fmt: skip
+    return taps.get(n)
+
+
+@dataclass(frozen=True)
+class CaptureFiles:
+    """What a folder holds, before anything is opened.
+
+    Attributes:
+        files: the capture files in numeric order, and whatever nothing explains.
+        ignored: path below the folder -> why it is no capture.
+        masks: folder with the arrow files of a speculators dataset, if the folder is one.
+    """
+
+    files: tuple[Path, ...]
+    ignored: Mapping[str, str]
+    masks: Path | None = None
+
+
+def capture_files(path: str | Path) -> CaptureFiles:
+    """List a folder of captures with its subfolders (`rows_*/` of SpecForge, `rank_*/rows_*/` of AngelSlim).
+
+    A speculators data folder (arrow files, and `hidden_states/` below) brings its loss masks along. Nothing
+    is left out without a reason: a file that no rule explains is listed, and opening it is the error.
+
+    Raises CaptureError if there is no such folder, or nothing in it to open.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CaptureError(
+            path, "folder", expected="a folder of captures", found="no such folder",
+            remedy="check the path; open_capture() reads single files",
+        )  # fmt: skip
+    files: list[Path] = []
+    ignored: dict[str, str] = {}
+    try:
+        _walk(path, path, files, ignored, {path.resolve()})
+    except OSError as err:
+        raise CaptureError(
+            path, "folder", expected="folders that can be listed", found=str(err),
+            remedy="check the permissions",
+        ) from err  # fmt: skip
+    if not files:
+        raise CaptureError(
+            path, "folder", expected="capture files", found="none",
+            remedy="point at the folder that holds data_N.pt or hs_N.safetensors",
+        )  # fmt: skip
+    return CaptureFiles(tuple(files), ignored, path if arrow_files(path) else None)
+
+
+def _walk(root: Path, folder: Path, files: list[Path], ignored: dict[str, str], seen: set[Path]) -> None:
+    children = sorted(folder.iterdir(), key=numeric)
+    if not children and folder != root:
+        files.append(folder)  # nothing explains it
+    for child in children:
+        rules = IGNORED_FOLDERS if child.is_dir() else IGNORED
+        why = next((why for rule, why in rules.items() if re.fullmatch(rule, child.name)), None)
+        if why:
+            ignored[child.relative_to(root).as_posix()] = why
+        elif child.is_dir() and child.resolve() in seen:
+            ignored[child.relative_to(root).as_posix()] = "link to a folder that is listed already"
+        elif child.is_dir():
+            seen.add(child.resolve())
+            _walk(root, child, files, ignored, seen)
+        else:
+            files.append(child)
 
 
 @dataclass(frozen=True)
 class CaptureFolder:
-    """Everything in a folder: captures in numeric order, and the files that are not, with reasons."""
+    """Everything in a folder.
+
+    Attributes:
+        captures: in numeric order.
+        ignored: files and folders that are no captures, with reasons.
+        skipped: files that should be captures and could not be read, with their errors.
+    """
 
     path: Path
     captures: tuple[Capture, ...]
     ignored: Mapping[str, str]
+    skipped: Mapping[str, WorkbookError] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -220,41 +339,61 @@ class CaptureFolder:
 def open_folder(
     path: str | Path,
     *,
-    taps: Sequence[Tap | Stored | str | int] | None = None,
+    taps: Names | Mapping[int, Names] | None = None,
     loss_masks: str | Path | None = None,
     limit: int | None = None,
+    layout: str | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> CaptureFolder:
-    """Open every capture of a folder; an unexplained file is an error, not a skip.
+    """Open every capture of a folder and its subfolders; an unexplained file is an error, not a skip.
 
     Args:
         path: the folder.
-        taps: as in `open_capture`, for all files.
-        loss_masks: folder of a speculators arrow dataset whose row N belongs to `hs_N.safetensors`.
-        limit: read at most this many, in numeric order.
+        taps, layout: as in `open_capture`, for all files.
+        loss_masks: folder of a speculators arrow dataset whose row N belongs to `hs_N.safetensors`; a
+            speculators data folder brings its own.
+        limit: open at most this many, in numeric order.
+        on_error: "skip" collects the errors of single files in `skipped` and goes on.
     """
+    if on_error not in ("raise", "skip"):
+        raise CaptureError(
+            path, "on_error", expected="'raise' or 'skip'", found=repr(on_error), remedy="see the docstring",
+        )  # fmt: skip
     path = Path(path)
-    if not path.is_dir():
+    listed = capture_files(path)
+    masks = Path(loss_masks) if loss_masks else listed.masks
+    mask_of = ArrowMasks(masks).of if masks else None
+    names = _file_names(path, listed.files)
+    captures: list[Capture] = []
+    skipped: dict[str, WorkbookError] = {}
+    for file in listed.files:
+        if limit is not None and len(captures) >= limit:
+            break
+        try:
+            captures.append(replace(_open(file, taps, mask_of, layout), name=names[file]))
+        except WorkbookError as err:
+            if on_error == "raise":
+                raise
+            skipped[file.relative_to(path).as_posix()] = err
+    if skipped and not captures:
         raise CaptureError(
-            path, "folder", expected="a folder of captures", found="no such folder",
-            remedy="check the path; open_capture() reads single files",
+            path, "folder", expected="at least one capture that can be read",
+            found=f"{len(skipped)} refused, the first: {next(iter(skipped.values()))}",
+            remedy="open one of them alone with open_capture()",
         )  # fmt: skip
-    ignored, files = {}, []
-    for file in sorted(path.iterdir(), key=_numeric):
-        why = next((why for rule, why in IGNORED.items() if re.fullmatch(rule, file.name)), None)
-        if why:
-            ignored[file.name] = why
-        else:
-            files.append(file)
-    if not files:
-        raise CaptureError(
-            path, "folder", expected="capture files", found="none",
-            remedy="point at the folder that holds data_N.pt or hs_N.safetensors",
-        )  # fmt: skip
-    masks = _ArrowMasks(Path(loss_masks)) if loss_masks else None
-    captures = [
-        open_capture(file, taps=taps, loss_mask=masks.of(file) if masks else None) for file in files[:limit]
-    ]
-    return CaptureFolder(path, tuple(captures), ignored)
+    return CaptureFolder(path, tuple(captures), listed.ignored, skipped)
+
+
+def _file_names(root: Path, files: Sequence[Path]) -> dict[Path, str]:
+    """A name for each file: without its suffix, with its folder, unique."""
+    short = {f: f.relative_to(root).parent.joinpath(_stem(f)).as_posix() for f in files}
+    count = Counter(short.values())
+    return {f: name if count[name] == 1 else f.relative_to(root).as_posix() for f, name in short.items()}
+
+
+def _stem(path: Path) -> str:
+    """`data_3` of `data_3.ckpt.gz`."""
+    return path.name.removesuffix(".gz").removesuffix(".ckpt") if path.suffix == ".gz" else path.stem
 
 
 def save_capture(
@@ -275,18 +414,21 @@ def save_capture(
     save_file(tensors, path, metadata=metadata)
 
 
-def _numeric(path: Path) -> tuple[int, str]:
-    number = re.search(r"(\d+)(?!.*\d)", path.stem)
-    return (int(number[1]) if number else -1, path.name)
-
-
-def _build(path, layout, ids, mask, names, readers, hidden_size, final_kind=None, notes=()):
+def _build(path: Path, content: Content, mask_of: Callable[[Path], Tensor] | None) -> Capture:
     """Checks that every layout shares; the only place a Capture is made."""
+    ids, mask, notes = content.token_ids, content.loss_mask, list(content.notes)
     if int(ids.min()) < 0:
         raise CaptureError(
             path, "token ids", expected="ids from 0", found=f"id {int(ids.min())}",
             remedy="remove the padding or ignore-index ids before capturing",
         )  # fmt: skip
+    if mask is None and mask_of is not None:
+        mask = mask_of(path)
+    elif mask is None:
+        mask = torch.ones(len(ids))
+        notes.append(NO_MASK)
+    elif mask_of is not None:
+        notes.append("loss mask of the file itself; the one given beside it is not used")
     if mask.shape != ids.shape:
         raise CaptureError(
             path, "loss_mask", expected=f"one value per token ({len(ids)})",
@@ -303,204 +445,6 @@ def _build(path, layout, ids, mask, names, readers, hidden_size, final_kind=None
             remedy="check the chat template used to find the assistant's turns (fault 33)",
         )  # fmt: skip
     return Capture(
-        path.stem, path, layout, ids.long(), mask.bool(), tuple(names), hidden_size,
-        dict(readers), final_kind, tuple(notes),
+        _stem(path), path, content.layout, ids.long(), mask.bool(), tuple(content.names), content.hidden_size,
+        dict(content.readers), content.final_kind, tuple(notes),
     )  # fmt: skip
-
-
-def _check_ids(path: Path, ids: Tensor) -> None:
-    if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool or len(ids) == 0:
-        raise CaptureError(
-            path, "token ids", expected="a non-empty 1-D integer tensor",
-            found=f"{tuple(ids.shape)} {ids.dtype}", remedy="recapture; this is not a list of tokens",
-        )  # fmt: skip
-
-
-def _check_states(path: Path, name: str, shape: tuple[int, ...], dtype, length: int) -> None:
-    if dtype not in FLOATS:
-        raise CaptureError(
-            path, name, expected="a floating-point state", found=str(dtype),
-            remedy="recapture without quantising, or dequantise first",
-        )  # fmt: skip
-    if shape[0] != length:
-        raise CaptureError(
-            path, name, expected=f"{length} rows, one per token", found=f"{shape[0]} rows",
-            remedy="chunked prefill or prefix caching dropped rows (fault 29): recapture without",
-        )  # fmt: skip
-
-
-def _open_safetensors(path: Path, loss_mask: Tensor | None) -> Capture:
-    try:
-        with safe_open(path, "pt") as f:
-            metadata = f.metadata() or {}
-            keys = sorted(f.keys())
-            shapes = {k: tuple(f.get_slice(k).get_shape()) for k in keys}
-    except (SafetensorError, OSError) as err:
-        raise CaptureError(
-            path, "header", expected="a complete safetensors file", found=str(err),
-            remedy="copy or write the file again; it is truncated, empty or another format",
-        ) from err  # fmt: skip
-    if metadata.get("format") == FORMAT:
-        return _open_workbook(path, metadata, keys, shapes)
-    expected = {"hidden_states", "token_ids"}
-    _explain_keys(path, set(keys), expected)
-    with safe_open(path, "pt") as f:
-        ids, dtype = f.get_tensor("token_ids"), f.get_slice("hidden_states").get_dtype()
-    _check_ids(path, ids)
-    shape = shapes["hidden_states"]
-    if len(shape) != 3:
-        raise CaptureError(
-            path, "hidden_states", expected="[positions, states, hidden size]", found=str(shape),
-            remedy="this is not a speculators / vLLM capture; see formats A.1 for look-alikes",
-        )  # fmt: skip
-    _check_states(path, "hidden_states", shape, _TORCH_DTYPES.get(dtype, dtype), len(ids))
-    notes = ["taps not recorded in the file"]
-    if loss_mask is None:
-        loss_mask = torch.ones(len(ids))
-        notes.append("no loss mask given: every position counts, the prompt too")
-
-    def reader(i: int) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            with safe_open(path, "pt") as f:
-                return f.get_slice("hidden_states")[:, i]
-
-        return read
-
-    names = [Stored(i) for i in range(shape[1])]
-    readers = {name: reader(name.index) for name in names}
-    return _build(path, "speculators", ids, loss_mask, names, readers, shape[2], notes=notes)
-
-
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
-
-def _open_workbook(path: Path, metadata: dict, keys: list[str], shapes: dict) -> Capture:
-    taps = sorted(Tap(int(m[1])) for k in keys if (m := re.fullmatch(r"tap\.(\d+)", k)))
-    states = {tap: f"tap.{tap.after_block}" for tap in taps}
-    states |= {FINAL: FINAL} if FINAL in keys else {}
-    _explain_keys(path, set(keys), {"token_ids", "loss_mask", *states.values()})
-    kind = metadata.get("final_kind") or None
-    if FINAL in keys and kind not in ("pre_norm", "post_norm"):
-        raise CaptureError(
-            path, "metadata final_kind", expected="pre_norm or post_norm", found=repr(kind),
-            remedy="write the file with save_capture(final_kind=...)",
-        )  # fmt: skip
-
-    def reader(key: str) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            with safe_open(path, "pt") as f:
-                return f.get_tensor(key)
-
-        return read
-
-    with safe_open(path, "pt") as f:
-        ids, mask = f.get_tensor("token_ids"), f.get_tensor("loss_mask")
-        _check_ids(path, ids)
-        for key in states.values():
-            if len(shapes[key]) != 2:
-                raise CaptureError(
-                    path, key, expected="[positions, hidden size]", found=str(shapes[key]),
-                    remedy="write the file with save_capture()",
-                )  # fmt: skip
-            dtype = f.get_slice(key).get_dtype()
-            dtype = _TORCH_DTYPES.get(dtype, dtype)  # the file's own name if it is no float
-            _check_states(path, key, shapes[key], dtype, len(ids))
-    widths = {shapes[key][1] for key in states.values()}
-    if len(widths) != 1:
-        raise CaptureError(
-            path, "states", expected="at least one state, all of one hidden size",
-            found=f"widths {sorted(widths)}", remedy="write the file with save_capture()",
-        )  # fmt: skip
-    readers = {tap: reader(key) for tap, key in states.items()}
-    return _build(path, "workbook", ids, mask, taps, readers, widths.pop(), kind)
-
-
-def _open_legacy(path: Path) -> Capture:
-    data = load_pickle(path, CaptureError)
-    if not isinstance(data, dict):
-        raise CaptureError(
-            path, "file", expected="a dict", found=type(data).__name__,
-            remedy="this is not a speculators data_N.pt",
-        )  # fmt: skip
-    _explain_keys(path, set(map(str, data)), {"input_ids", "loss_mask", "hidden_states"})
-    for key in ("input_ids", "loss_mask"):
-        if not isinstance(data[key], Tensor):
-            raise CaptureError(
-                path, key, expected="a tensor", found=type(data[key]).__name__,
-                remedy="save it with torch.save as a tensor",
-            )  # fmt: skip
-    states = data["hidden_states"]
-    if not isinstance(states, list) or not states or not all(isinstance(s, Tensor) for s in states):
-        raise CaptureError(
-            path, "hidden_states", expected="a list of [positions, hidden size] tensors",
-            found=type(states).__name__, remedy="this is not the legacy list format; see formats A.1",
-        )  # fmt: skip
-    ids = data["input_ids"]
-    _check_ids(path, ids)
-    for i, state in enumerate(states):
-        name = f"hidden_states[{i}]"
-        if state.ndim != 2 or state.shape[1] != states[0].shape[1]:
-            raise CaptureError(
-                path, name, expected=f"[positions, {states[0].shape[-1]}] like hidden_states[0]",
-                found=str(tuple(state.shape)), remedy="the list is ragged: recapture this sample",
-            )  # fmt: skip
-        _check_states(path, name, tuple(state.shape), state.dtype, len(ids))
-    names = [Stored(i) for i in range(len(states))]
-    readers = {name: (lambda s=states[name.index]: s) for name in names}
-    notes = ["taps not recorded in the file"]
-    width = states[0].shape[1]
-    return _build(path, "speculators-legacy", ids, data["loss_mask"], names, readers, width, notes=notes)
-
-
-def _explain_keys(path: Path, found: set[str], expected: set[str]) -> None:
-    missing, unexpected = sorted(expected - found), sorted(found - expected)
-    if missing or unexpected:
-        raise CaptureError(
-            path, "keys", expected=str(sorted(expected)),
-            found=f"missing {missing}, unexpected {unexpected}",
-            remedy="this file belongs to another framework, or its writer was interrupted",
-        )  # fmt: skip
-
-
-class _ArrowMasks:
-    """Loss masks of a preprocessed speculators dataset (arrow files), row N for `hs_N`."""
-
-    def __init__(self, folder: Path) -> None:
-        import pyarrow as pa
-
-        # `datasets` leaves cache-*.arrow files of later `map` calls beside the data-*.arrow ones.
-        files = [f for f in sorted(folder.glob("*.arrow")) if not f.name.startswith("cache-")]
-        if not files:
-            raise CaptureError(
-                folder, "loss_masks", expected="a dataset folder with *.arrow files", found="none",
-                remedy="pass the folder that speculators' data preparation wrote",
-            )  # fmt: skip
-        tables = []
-        for file in files:
-            try:
-                tables.append(pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
-            except (pa.ArrowInvalid, OSError) as err:
-                raise CaptureError(
-                    file, "arrow stream", expected="an arrow stream as `datasets` writes it",
-                    found=str(err), remedy="write the dataset again with save_to_disk",
-                ) from err  # fmt: skip
-        self.table, self.folder = pa.concat_tables(tables), folder
-        if "loss_mask" not in self.table.column_names:
-            raise CaptureError(
-                folder, "loss_mask", expected="a column of that name",
-                found=str(self.table.column_names), remedy="preprocess the dataset with a loss mask",
-            )  # fmt: skip
-
-    def of(self, file: Path) -> Tensor:
-        row = _numeric(file)[0]
-        if not 0 <= row < len(self.table):
-            raise CaptureError(
-                file, "row", expected=f"a number below {len(self.table)}, rows of {self.folder}",
-                found=str(row), remedy="validation files start at an offset: pass their own dataset",
-            )  # fmt: skip
-        return torch.tensor(self.table.column("loss_mask")[row].as_py())

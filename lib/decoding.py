@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lib.acceptance import Costs
+from lib.attention import mix, rms_norm
 from lib.captures import Capture
 from lib.contract import Contract
-from lib.draft import DraftForward, rms_norm
+from lib.draft import DraftForward
 from lib.errors import ContractError, TargetError
 from lib.products import product, thin
 from lib.taps import Stored, Tap
@@ -106,12 +106,11 @@ class LiveDraft:
     """A draft with its key/value cache, extended with true states and drafting chains from them."""
 
     def __init__(self, forward: DraftForward, contract: Contract, capacity: int) -> None:
-        f, d = forward, forward.draft
         self.forward, self.contract = forward, contract
         self.length = 0  # true pairs in the cache; a chain's entries lie behind them
-        shape = (capacity, d.kv_heads, d.head_dim)
-        self.keys = [torch.empty(shape, dtype=f.dtype, device=f.device) for _ in d.layers]
-        self.values = [torch.empty_like(k) for k in self.keys]
+        like = forward.draft.norm
+        self.keys = [like.new_empty(capacity, a.groups, a.key) for a in forward.attention]
+        self.values = [like.new_empty(capacity, a.groups, a.value) for a in forward.attention]
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, states: Mapping[Tap, Tensor]) -> Tensor:
@@ -159,15 +158,15 @@ class LiveDraft:
         """All decoder layers over n new rows whose keys follow those in the cache: (1, H) of the last."""
         f, c, n = self.forward, self.contract, len(embeds)
         start = int(times[0]) + step
-        normed = rms_norm(hidden, f.draft.layers[0].hidden_norm, f.draft.eps)
+        normed = f.hidden_norm(hidden)
         x = normed if c.norm_before_residual else hidden
         q, kv = f.first_projections(embeds, normed)
         cos_sin = f.rope(times, step, c)
-        for i, layer in enumerate(f.draft.layers):
+        for i, (layer, attention) in enumerate(zip(f.draft.layers, f.attention, strict=True)):
             if i:
                 normed = rms_norm(x, layer.input_layernorm, f.draft.eps)
-                q, kv = product(normed, layer.q), product(normed, f.kv_rest[i - 1])
-            q, k, v = f.heads(layer, q, kv, cos_sin, None, c)
+                q, kv = attention.q_hidden(normed), attention.kv_hidden(normed)
+            q, k, v = attention(q, kv, cos_sin, None, c.rope.interleaved)
             self.keys[i][start : start + n], self.values[i][start : start + n] = k, v
             if i == len(f.draft.layers) - 1:  # only the last row goes on from here
                 q, x = q[-1:], x[-1:]
@@ -175,15 +174,16 @@ class LiveDraft:
         return x
 
     def _attend(self, layer: int, q: Tensor, end: int) -> Tensor:
-        """Causal attention of the last rows (m, h, d) over the first `end` cache entries: (m, hd)."""
+        """Causal attention of the last rows (m, h, d) over the first `end` cache entries: (m, h dv)."""
         m = len(q)
-        k, v = (x[layer][:end].transpose(0, 1)[None] for x in (self.keys, self.values))  # (1, g, end, d)
+        k, v = (x[layer][:end].transpose(0, 1)[None] for x in (self.keys, self.values))  # (1, g, end, .)
         mask = None
         if m > 1:
             rows = torch.arange(end - m, end, device=q.device)
             mask = torch.arange(end, device=q.device)[None] <= rows[:, None]  # (m, end)
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)  # (1, h, m, d) -> (m, hd)
+        scale = self.forward.attention[layer].scale(self.contract.rope)
+        out = mix(q.transpose(0, 1)[None], k, v, scale, attn_mask=mask)
+        return out[0].transpose(0, 1).flatten(1)  # (1, h, m, dv) -> (m, h dv)
 
 
 def end_tokens(model) -> frozenset[int]:

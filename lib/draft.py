@@ -11,26 +11,27 @@ queries, the MLP and logits; `fc` is a sum over slots, so each (slot, tap) produ
 for any number of contracts; logits come in chunks and leave as argmax.
 
 Axes: N pairs of a batch of captures (one after another, no padding), S scored pairs, B captures,
-H hidden, k slots, Vd draft vocabulary, D depths, h query heads, g key/value heads, d head size.
+H hidden, k slots, Vd draft vocabulary, D depths; those of attention are in lib/attention.py.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lib.attention import Layout, Stack, attentions, rms_norm
 from lib.captures import Capture
-from lib.checkpoints import Draft, Layer
+from lib.checkpoints import Draft
 from lib.contract import Contract
 from lib.errors import ContractError
+from lib.mla import Latent
 from lib.products import product
-from lib.rope import rope_table, rotate
+from lib.rope import rope_table
 from lib.taps import Stored, Tap
 
 LOGIT_BYTES = 32 << 20  # largest logits chunk; keeps peak memory independent of Vd
@@ -67,13 +68,6 @@ class Predictions:
         return (self.target_ids == self.truth) & (self.truth >= 0)
 
 
-@torch.no_grad()
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm as in transformers' LlamaRMSNorm: statistics in fp32 (fp64 if x is), result in x's dtype."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 class Batch:
     """Some captures laid out as N pairs, with everything that contracts can share.
 
@@ -102,12 +96,7 @@ class Batch:
             [p + s for p, s in zip(picked, starts, strict=True)]
         ).to(device)  # (S,) indices into N  # fmt: skip
         self.owner = torch.repeat_interleave(torch.arange(len(indices)), self.scored_counts)
-        # (B, longest) index into N / S, and the reverse; padding points at row 0 and is masked.
-        self.pad_all, self.all_at = _padding(self.counts, device)
-        self.pad_scored, self.scored_at = _padding(self.scored_counts, device)
-        time_q = self.time[self.scored][self.pad_scored]  # (B, Tq)
-        keys = torch.arange(int(self.counts.max()), device=device)
-        self.visible = keys[None, None, :] <= time_q[:, :, None]  # (B, Tq, Tk) causal, per capture
+        self.layout = Layout(self.counts, self.scored_counts, self.time, self.scored)
 
     def token_at(self, ahead: int, scored: bool) -> Tensor:
         """Token x_{t + ahead} for every (or every scored) pair; 0 past either end of the text."""
@@ -146,7 +135,7 @@ class Batch:
         return self.forward.fuse(contract, self.state, self.slot_product)
 
     def embed_share(self, contract: Contract) -> tuple[Tensor, Tensor]:
-        """The embeddings' share of the first layer's projections: (N, 2gd) for k|v, (n, hd) for q.
+        """The embeddings' share of the first layer's products: (N, .) for keys and values, (n, .) for q.
 
         n is S, or N when there are more layers: their keys need the first one's output everywhere.
         """
@@ -155,19 +144,8 @@ class Batch:
             f = self.forward
             normed = f.embed(self.token_at(contract.token_shift, scored=False), contract)  # (N, H)
             queries = normed[self.scored] if len(f.draft.layers) == 1 else normed
-            self.embeds[key] = (normed @ f.kv_embed.T, queries @ f.q_embed.T)
+            self.embeds[key] = (f.attention[0].kv_embed(normed), f.attention[0].q_embed(queries))
         return self.embeds[key]
-
-
-def _padding(counts: Tensor, device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Index tables between a flat list and (B, longest): gather index, and (row, column) of each item."""
-    longest = int(counts.max())
-    starts = counts.cumsum(0) - counts
-    column = torch.arange(longest)[None]
-    gather = torch.where(column < counts[:, None], starts[:, None] + column, 0)
-    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    column_of = torch.arange(int(counts.sum())) - starts[row]
-    return gather.to(device), (row.to(device), column_of.to(device))
 
 
 class DraftForward:
@@ -178,20 +156,13 @@ class DraftForward:
     """
 
     def __init__(self, draft: Draft) -> None:
-        """Split the first layer's wide projections into the embeddings' half and the states' half."""
+        """Put small weights side by side; large ones stay where they are, mapped or not."""
         self.draft = draft
         self.device, self.dtype = draft.norm.device, draft.norm.dtype
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.fc = draft.fc
-        first, width = draft.layers[0], draft.hidden_size
-        kv = torch.cat((first.k, first.v))  # (2gd, 2H): embeddings first, then states
-        self.kv_embed, self.kv_hidden = kv[:, :width].contiguous(), kv[:, width:].contiguous()
-        self.q_embed, self.q_hidden = (
-            first.q[:, :width].contiguous(),
-            first.q[:, width:].contiguous(),
-        )
-        self.gate_up = [torch.cat((layer.gate, layer.up)) for layer in draft.layers]  # (2I, H)
-        self.kv_rest = [torch.cat((layer.k, layer.v)) for layer in draft.layers[1:]]
+        self.attention = attentions(draft)
+        self.gate_up = [Stack((layer.gate, layer.up)) for layer in draft.layers]  # (2I, H)
         self.in_vocab = draft.in_vocab()  # (V,) bool, once: every contract of a sweep asks for it
 
     # ---- public -------------------------------------------------------------------------------
@@ -413,59 +384,60 @@ class DraftForward:
         first = self.draft.layers[0]
         return rms_norm(rows, first.input_layernorm, self.draft.eps)[back.to(self.device)]
 
+    def hidden_norm(self, hidden: Tensor) -> Tensor:
+        """The first layer's norm on states (n, H); drafts without `fc` may have none."""
+        weight = self.draft.layers[0].hidden_norm
+        return hidden if weight is None else rms_norm(hidden, weight, self.draft.eps)
+
     def first_step(self, batch: Batch, contract: Contract) -> tuple[Tensor, list]:
         """Depth 0: (S, H) output of the last layer, and per layer the keys and values of all pairs."""
-        first = self.draft.layers[0]
         fused = batch.fused(contract)  # (N, H)
-        normed = rms_norm(fused, first.hidden_norm, self.draft.eps)
-        residual = normed if contract.norm_before_residual else fused
-        kv_share, q_share = batch.embed_share(contract)
-        # With one layer only scored pairs go on; with more, deeper keys need every pair.
-        last = len(self.draft.layers) - 1
-        rows = batch.scored if last == 0 else None
-        kv = kv_share + normed @ self.kv_hidden.T  # (N, 2gd)
-        if rows is not None:
-            normed, residual = normed[rows], residual[rows]
-        q = q_share + normed @ self.q_hidden.T  # (S, hd), or (N, hd) with more layers
+        normed = self.hidden_norm(fused)
+        x = normed if contract.norm_before_residual else fused
         cos_sin = self.rope(batch.time, 0, contract)
-        cache = [self.heads(first, q, kv, cos_sin, rows, contract)]
-        x = self.finish(0, residual, self.attend(batch, *cache[0], rows))
-        for i in range(1, last + 1):
-            layer = self.draft.layers[i]
-            normed = rms_norm(x, layer.input_layernorm, self.draft.eps)
+        last, cache = len(self.draft.layers) - 1, []
+        for i, (layer, attention) in enumerate(zip(self.draft.layers, self.attention, strict=True)):
+            if i:
+                normed = rms_norm(x, layer.input_layernorm, self.draft.eps)
+            # Past the last layer only scored pairs go on; before it, deeper keys need every pair.
             rows = batch.scored if i == last else None
-            q = (normed if rows is None else normed[rows]) @ layer.q.T
-            kv = normed @ self.kv_rest[i - 1].T
-            cache.append(self.heads(layer, q, kv, cos_sin, rows, contract))
-            residual = x if rows is None else x[rows]
-            x = self.finish(i, residual, self.attend(batch, *cache[i], rows))
-        return x, [(k, v) for _, k, v in cache]
+            if rows is not None:
+                x = x[rows]
+            kv = attention.kv_hidden(normed)
+            q = attention.q_hidden(normed if rows is None else normed[rows])
+            if not i:
+                kv_share, q_share = batch.embed_share(contract)
+                kv, q = kv_share + kv, q_share + q
+            q, k, v = attention(q, kv, cos_sin, rows, contract.rope.interleaved)
+            cache.append((k, v))
+            x = self.finish(i, x, batch.layout.causal(q, k, v, attention.scale(contract.rope)))
+        return x, cache
 
     def chain_step(self, batch, contract, depth, token, hidden, keys, chains) -> Tensor:
         """One more depth for every chain at once: (S, H) -> (S, H).
 
         A chain's query sees the true pairs up to its start and its own later steps, nothing of
-        other chains: one softmax over both sets of scores.
+        other chains.
         """
-        first = self.draft.layers[0]
-        normed = rms_norm(hidden, first.hidden_norm, self.draft.eps)
+        normed = self.hidden_norm(hidden)
         x = normed if contract.norm_before_residual else hidden
-        embeds = self.embed(token, contract)  # (S, H)
-        q, kv = self.first_projections(embeds, normed)
+        q, kv = self.first_projections(self.embed(token, contract), normed)
         cos_sin = self.rope(batch.time[batch.scored], depth, contract)
-        for i, layer in enumerate(self.draft.layers):
+        for i, (layer, attention) in enumerate(zip(self.draft.layers, self.attention, strict=True)):
             if i:
                 normed = rms_norm(x, layer.input_layernorm, self.draft.eps)
-                q, kv = normed @ layer.q.T, normed @ self.kv_rest[i - 1].T
-            q, k, v = self.heads(layer, q, kv, cos_sin, None, contract)
+                q, kv = attention.q_hidden(normed), attention.kv_hidden(normed)
+            q, k, v = attention(q, kv, cos_sin, None, contract.rope.interleaved)
             chains[i].append((k, v))
-            x = self.finish(i, x, self.attend_chain(batch, q, *keys[i], chains[i]))
+            scale = attention.scale(contract.rope)
+            x = self.finish(i, x, batch.layout.chains(q, *keys[i], chains[i], scale, SCORE_BYTES))
         return x
 
     def first_projections(self, embeds: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """First layer's q (n, hd) and k|v (n, 2gd) from both halves of its wide input."""
-        q = product(embeds, self.q_embed) + product(normed, self.q_hidden)
-        return q, product(embeds, self.kv_embed) + product(normed, self.kv_hidden)
+        """First layer's products for q, and for keys and values, from both halves of its wide input."""
+        first = self.attention[0]
+        q = first.q_embed(embeds) + first.q_hidden(normed)
+        return q, first.kv_embed(embeds) + first.kv_hidden(normed)
 
     def rope(self, time: Tensor, depth: int, contract: Contract) -> tuple[Tensor, Tensor]:
         """cos and sin for the pairs at `time`, `depth` steps into their chains."""
@@ -474,75 +446,8 @@ class DraftForward:
             positions = positions.clamp(max=contract.max_position - 1)
         # Positions repeat in every capture: compute each once.
         unique, back = positions.unique(return_inverse=True)
-        cos, sin = rope_table(contract.rope, self.draft.head_dim, unique, self.dtype)
+        cos, sin = rope_table(contract.rope, self.attention[0].rotary, unique, self.dtype)
         return cos[back], sin[back]
-
-    def heads(self, layer: Layer, q, kv, cos_sin, rows, contract) -> tuple[Tensor, Tensor, Tensor]:
-        """Split into heads, add biases, q/k norms, rotary: (n, h, d), (N, g, d), (N, g, d)."""
-        d = self.draft
-        k, v = kv.split(d.kv_heads * d.head_dim, dim=-1)
-        q = q if layer.q_bias is None else q + layer.q_bias
-        k = k if layer.k_bias is None else k + layer.k_bias
-        v = v if layer.v_bias is None else v + layer.v_bias
-        q = q.unflatten(-1, (d.heads, d.head_dim))  # (n, hd) -> (n, h, d)
-        k = k.unflatten(-1, (d.kv_heads, d.head_dim))
-        v = v.unflatten(-1, (d.kv_heads, d.head_dim))
-        if layer.q_norm is not None:
-            q = rms_norm(q, layer.q_norm, d.eps)
-        if layer.k_norm is not None:
-            k = rms_norm(k, layer.k_norm, d.eps)
-        cos, sin = cos_sin
-        q_cos, q_sin = (cos, sin) if rows is None else (cos[rows], sin[rows])
-        interleaved = contract.rope.interleaved
-        return rotate(q, q_cos, q_sin, interleaved), rotate(k, cos, sin, interleaved), v
-
-    def attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
-        """Causal attention inside each capture: (n, h, d) -> (n, hd); n is S, or N if rows is None."""
-        pad_q, (row, column) = (
-            (batch.pad_scored, batch.scored_at) if rows is not None else (batch.pad_all, batch.all_at)
-        )
-        k, v = (x[batch.pad_all].transpose(1, 2) for x in (k, v))  # (B, g, Tk, d)
-        q = q[pad_q].transpose(1, 2)  # (B, h, Tq, d)
-        if rows is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            mask = batch.visible[:, None]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2)[row, column].flatten(1)  # (n, h, d) -> (n, hd)
-
-    def attend_chain(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, chain: list) -> Tensor:
-        """Attention of chain queries (S, h, d) over true pairs 0..t and their own chain: (S, hd)."""
-        d = self.draft
-        group = d.heads // d.kv_heads
-        scale = d.head_dim**-0.5
-        q = q.unflatten(1, (d.kv_heads, group))  # (S, h, d) -> (S, g, group, d)
-        own_k = torch.stack([k for k, _ in chain], 1)  # (S, s, g, d)
-        own_v = torch.stack([v for _, v in chain], 1)
-        own = torch.einsum("ngrd,nsgd->ngrs", q, own_k) * scale  # (S, g, group, s)
-        out = torch.empty_like(q)
-        longest = int(batch.counts.max())
-        # Captures per block, so that the scores stay small whatever the batch.
-        width = int(batch.scored_counts.max()) * d.heads * longest * q.element_size()
-        step = max(1, SCORE_BYTES // max(1, width))
-        row, column = batch.scored_at
-        for start in range(0, len(batch.indices), step):
-            block = slice(start, start + step)
-            mine = ((row >= start) & (row < start + step)).nonzero().flatten()
-            keys = k[batch.pad_all[block]].permute(0, 2, 3, 1)  # (b, g, d, Tk)
-            values = v[batch.pad_all[block]].transpose(1, 2)  # (b, g, Tk, d)
-            queries = q[batch.pad_scored[block]].permute(0, 2, 3, 1, 4)  # (b, g, group, Tq, d)
-            b, g, r, tq, _ = queries.shape
-            scores = (queries.reshape(b, g, r * tq, -1) @ keys * scale).view(b, g, r, tq, longest)
-            scores.masked_fill_(~batch.visible[block][:, None, None], float("-inf"))
-            own_padded = own[batch.pad_scored[block]].permute(0, 2, 3, 1, 4)  # (b, g, group, Tq, s)
-            weights = torch.softmax(torch.cat((scores, own_padded), -1), -1, dtype=self.wide)
-            weights = weights.to(self.dtype)
-            near = (weights[..., :longest].reshape(b, g, r * tq, longest) @ values).view(b, g, r, tq, -1)
-            at = (row[mine] - start, column[mine])
-            near = near.permute(0, 3, 1, 2, 4)[at]  # (n, g, group, d)
-            far = weights[..., longest:].permute(0, 3, 1, 2, 4)[at]  # (n, g, group, s)
-            out[mine] = near + torch.einsum("ngrs,nsgd->ngrd", far, own_v[mine])
-        return out.flatten(1)  # (S, g, group, d) -> (S, hd)
 
     def finish(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection, MLP and both residual additions of one layer: (n, H)."""
@@ -550,7 +455,7 @@ class DraftForward:
         projected = product(attended, layer.o)
         x = residual + (projected if layer.o_bias is None else projected + layer.o_bias)
         normed = rms_norm(x, layer.post_attention_layernorm, self.draft.eps)
-        gate, up = product(normed, self.gate_up[index]).chunk(2, -1)  # (n, I) each
+        gate, up = self.gate_up[index](normed).chunk(2, -1)  # (n, I) each
         return x + product(F.silu(gate) * up, layer.down)
 
     def head(self, normed: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -568,14 +473,16 @@ def to_device(draft: Draft, device: torch.device | str, dtype: torch.dtype | Non
     """The same draft with its weights elsewhere or in another dtype; the embedding stays mapped."""
 
     def move(value):
+        if isinstance(value, Latent):
+            return replace(value, **{f.name: move(getattr(value, f.name)) for f in fields(value)})
         if isinstance(value, Tensor) and value.dtype.is_floating_point:
             return value.to(device=device, dtype=dtype or value.dtype)
         return value
 
-    moved = copy.copy(draft)
-    for name in ("fc", "fc_bias", "norm", "lm_head", "input_norm"):
-        object.__setattr__(moved, name, move(getattr(draft, name)))
-    object.__setattr__(moved, "fc_norm", tuple(move(t) for t in draft.fc_norm))
-    layers = tuple(Layer(**{k: move(v) for k, v in vars(layer).items()}) for layer in draft.layers)
-    object.__setattr__(moved, "layers", layers)
-    return moved
+    names = ("fc", "fc_bias", "norm", "lm_head", "input_norm")
+    return replace(
+        draft,
+        **{name: move(getattr(draft, name)) for name in names},
+        fc_norm=tuple(move(t) for t in draft.fc_norm),
+        layers=tuple(replace(x, **{k: move(v) for k, v in vars(x).items()}) for x in draft.layers),
+    )

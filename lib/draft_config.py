@@ -1,18 +1,31 @@
 """What a draft's `config.json` declares: sizes, flags, taps and rotary settings, each with its source.
 
 Knows both shapes of config: speculators' (the layer nested under `transformer_layer_config`) and the
-flat one of SGLang, SpecForge and EAGLE.
+flat one of everybody else, with EAGLE-3's own keys at the top or under `eagle_config`.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lib.contract import Contract, Rope, Source
 from lib.errors import CheckpointError, ContractError
-from lib.taps import Tap, default_triple, taps_from_ids
+from lib.taps import CONVENTIONS, Normed, Tap, default_triple, hypotheses, taps_from_ids
 from lib.weights import read_json
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+# Keys that ask for a forward we do not have: value that is fine, and what another one means.
+UNEXPRESSED = (
+    ("use_mtp_layernorm", False, "norms of both inputs first (Model-Optimizer megatron_eagle.py)"),
+    ("next_layer_regular", True, "token embeddings into every layer (Model-Optimizer, TensorRT-LLM)"),
+    ("parallel_draft_step", 1, "Medusa heads on an EAGLE draft (Model-Optimizer)"),
+    ("parallel_drafting", False, "P-EAGLE, which drafts all tokens in one pass"),
+    ("speculators_model_type", "eagle3", "another kind of speculator"),
+    ("hidden_act", "silu", "another activation in the MLP"),
+)
 
 
 class DraftConfig:
@@ -22,24 +35,75 @@ class DraftConfig:
         path: the draft's folder.
         n_layers: of the target, or None if it is not at hand.
         convention: whose reading of the tap ids to declare, a key of `taps.CONVENTIONS`.
+
+    Attributes:
+        formats: what the draft could be (`draft_formats.recognise`); set by the loader.
+        use_fc: False for drafts on the target's final state alone (`use_aux_hidden_state: false`).
+        last_norm: False for drafts whose lm_head sees the last layer's output as it is.
     """
 
     def __init__(self, path: Path, n_layers: int | None, convention: str) -> None:
         self.path, self.n_layers, self.convention = path, n_layers, convention
         self.values = read_json(path / "config.json")
         self.notes: list[str] = []
+        self.formats: tuple[str, ...] = ()
         # speculators nests the layer's config; the other family is flat.
         self.nested = "transformer_layer_config" in self.values
         self.layer = self.section(self.values, "transformer_layer_config") if self.nested else self.values
+        self.use_fc = bool(self.flag("use_aux_hidden_state", True))
+        self.last_norm = bool(self.flag("use_last_layernorm", True))
+        self._refuse_unexpressed()
+
+    def find(self, name: str) -> tuple[Any, str]:
+        """A value at the top or under `eagle_config`, and where; (None, "") if absent or null."""
+        eagle = self.section(self.values, "eagle_config")
+        places = (("config.json", self.values), ("config.json: eagle_config", eagle))
+        found = [(v[name], f"{place}: {name}") for place, v in places if v.get(name) is not None]
+        if len(found) == 2 and found[0][0] != found[1][0]:
+            note = f"{name} {found[0][0]} at the top and {found[1][0]} under eagle_config: the former is used"
+            if note not in self.notes:
+                self.notes.append(note)
+        return found[0] if found else (None, "")
 
     def setting(self, name: str, default: Any, why: str) -> tuple[Any, Source]:
         """A config value with its source; absent or null means `default`, which is then noted."""
-        eagle = self.section(self.values, "eagle_config")
-        for place, values in (("config.json", self.values), ("config.json: eagle_config", eagle)):
-            if values.get(name) is not None:
-                return values[name], Source("checkpoint", f"{place}: {name}")
+        value, place = self.find(name)
+        if value is not None:
+            return value, Source("checkpoint", place)
         self.notes.append(f"{name} not in config.json: {default!r} ({why})")
         return default, Source("framework default", why)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A true or false of the config; absent or null means the default."""
+        value, _ = self.find(name)
+        return default if value is None else self.boolean(name, value)
+
+    def boolean(self, name: str, value: Any) -> bool:
+        """The value, if it is true or false."""
+        if not isinstance(value, bool):
+            raise CheckpointError(
+                self.path / "config.json", name, expected="true or false", found=repr(value),
+                remedy="write it without quotes",
+            )  # fmt: skip
+        return value
+
+    def _refuse_unexpressed(self) -> None:
+        for name, fine, meaning in UNEXPRESSED:
+            value, _ = self.find(name)
+            value = self.layer.get(name) if value is None else value
+            if value is not None and value != fine:
+                raise CheckpointError(
+                    self.path / "config.json", name, expected=f"{fine!r}, what this forward computes",
+                    found=f"{value!r}: {meaning}", remedy="evaluate it in the framework that trained it",
+                )  # fmt: skip
+        if "sliding_attention" in str(self.layer.get("layer_types")):
+            self.notes.append("layer_types: sliding_attention is computed as full attention")
+
+    def heads(self, hidden: int) -> tuple[int, int, int]:
+        """Query heads, key-value heads and head size."""
+        heads = self.whole(self.layer, "num_attention_heads")
+        kv_heads = self.whole(self.layer, "num_key_value_heads", heads)
+        return heads, kv_heads, self.whole(self.layer, "head_dim", max(1, hidden // heads))
 
     def section(self, values: dict, name: str) -> dict:
         """A nested object of the config; absent or null means empty."""
@@ -54,37 +118,47 @@ class DraftConfig:
     def number(self, values: dict, name: str, default: int | float | None = None):
         """A positive number of the config; absent or null means the default, if there is one."""
         value = default if values.get(name) is None else values[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+        if not right or not 0 < value < math.inf:
             raise CheckpointError(
                 self.path / "config.json", name, expected="a positive number", found=repr(value),
                 remedy="write the value the draft was trained with into config.json",
             )  # fmt: skip
         return value
 
-    def contract(self, slots: int, *, has_fc_norm: bool, has_input_norm: bool, has_map: bool) -> Contract:
-        """The declared contract, checked against which tensors the file holds."""
+    def whole(self, values: dict, name: str, default: int | None = None) -> int:
+        """A whole number from 1 of the config, within 64 bits; 3.0 is 3."""
+        value = self.number(values, name, default)
+        if value != int(value) or value >= 2**63:
+            raise CheckpointError(
+                self.path / "config.json", name, expected="a whole number from 1", found=repr(value),
+                remedy="copy this part of config.json from the original export",
+            )  # fmt: skip
+        return int(value)
+
+    def contract(
+        self, slots: int, *, has_fc_norm: bool, has_input_norm: bool, has_map: bool, latent: bool = False
+    ) -> Contract:
+        """The declared contract, checked against which tensors the file holds.
+
+        Args:
+            slots: of `fc`; 1 without it.
+            latent: the attention is DeepSeek's, whose rotary pairs are interleaved unless said otherwise.
+        """
         sources: dict[str, Source] = {}
         residual, sources["norm_before_residual"] = self.setting(
             "norm_before_residual", False, "EAGLE, SGLang, vLLM for raw configs"
         )
-        output, sources["feedback"] = self.setting("norm_output", False, "EAGLE-3 as published")
+        self.boolean("norm_before_residual", residual)
+        head_norm, feedback, sources["feedback"] = self._output()
+        sources["head_norm"] = sources["feedback"]
         if has_input_norm and has_fc_norm:
             raise CheckpointError(
                 self.path, "fc_norm", expected="input_norm or fc_norm, not both", found="both",
                 remedy="remove the one that the draft was trained without",
             )  # fmt: skip
-        for name, value in (
-            ("norm_before_residual", residual),
-            ("norm_output", output),
-            *((flag, self.values.get(flag) or False) for flag in ("norm_before_fc", "fc_norm")),
-        ):
-            if value not in (True, False):
-                raise CheckpointError(
-                    self.path / "config.json", name, expected="true or false", found=repr(value),
-                    remedy="write it without quotes",
-                )  # fmt: skip
         for flag, present in (("norm_before_fc", has_input_norm), ("fc_norm", has_fc_norm)):
-            declared = bool(self.values.get(flag))
+            declared = self.boolean(flag, self.values.get(flag) or False)
             if declared != present:
                 raise CheckpointError(
                     self.path, flag, expected=f"tensors to match config.json ({flag}={declared})",
@@ -95,54 +169,123 @@ class DraftConfig:
         sources["fc_input_norm"] = Source("checkpoint", "tensors present in the file")
         sources["vocab_map"] = Source("checkpoint", "d2t present" if has_map else "no d2t")
         taps, sources["taps"] = self._taps(slots)
+        if not self.use_fc:
+            sources["use_fc"] = Source("checkpoint", self.find("use_aux_hidden_state")[1])
         rope, sources["rope"] = self._rope()
+        if latent:
+            rope = replace(rope, interleaved=self._interleaved())
         return Contract(
-            taps=taps, norm_before_residual=bool(residual), fc_input_norm=kind,
-            feedback="post_norm" if output else "pre_norm", rope=rope,
+            taps=taps, norm_before_residual=residual, fc_input_norm=kind, use_fc=self.use_fc,
+            head_norm=head_norm, feedback=feedback, rope=rope,
             vocab_map="offset" if has_map else "identity", sources=sources,
         )  # fmt: skip
 
-    def _taps(self, slots: int) -> tuple[tuple[Tap, ...], Source]:
-        ids, source = self.setting(
-            "eagle_aux_hidden_state_layer_ids", None, "(2, n//2, n-3), EAGLE modeling_llama_kv.py"
+    def _output(self) -> tuple[bool, Literal["pre_norm", "post_norm"], Source]:
+        """What lm_head sees and what is fed back: `norm_output` means two things.
+
+        SpecForge up to 0.2.0 (`llama3_eagle.py:compute_logits`): whether lm_head sees norm(h); h itself is
+        fed back either way. vLLM, SGLang, speculators, Automodel: whether norm(h) is fed back.
+        """
+        if not self.last_norm:
+            return False, "pre_norm", Source("checkpoint", self.find("use_last_layernorm")[1])
+        output, source = self.setting("norm_output", False, "EAGLE-3 as published")
+        self.boolean("norm_output", output)
+        if source.origin != "checkpoint" or "specforge" not in self.formats:
+            return True, "post_norm" if output else "pre_norm", source
+        readings = {
+            "SpecForge up to 0.2.0": (output, "pre_norm"),
+            "vLLM, SGLang and later SpecForge": (True, "post_norm" if output else "pre_norm"),
+        }
+        # A file that only SpecForge could have written is read as SpecForge trained it.
+        own = list(readings)[0 if self.formats == ("specforge",) else 1]
+        says = "; ".join(
+            f"{who}: lm_head sees {'norm(h)' if head else 'h'}, "
+            f"{'norm(h)' if fed == 'post_norm' else 'h'} is fed back"
+            for who, (head, fed) in readings.items()
         )
-        if ids is None:
+        self.notes.append(f"norm_output={output} is read as {own} does ({says}; fault 17)")
+        return *readings[own], Source("checkpoint", f"{source.detail}, read as {own} does")
+
+    def _interleaved(self) -> bool:
+        value = self.layer.get("rope_interleave")
+        if value is None:
+            self.notes.append("rope_interleave not in config.json: True (transformers, DeepSeek-V3)")
+            return True
+        return self.boolean("rope_interleave", value)
+
+    def _taps(self, slots: int) -> tuple[tuple[Tap | Normed, ...], Source]:
+        if not self.use_fc:
+            self.notes.append(
+                "use_aux_hidden_state is false: the one input is the target's last state after its final "
+                'norm (tap "normed"); name a stored state so, or recapture'
+            )
+            return (Normed(),), Source("checkpoint", self.find("use_aux_hidden_state")[1])
+        ids, source = self.setting(IDS, None, "(2, n//2, n-3), EAGLE modeling_llama_kv.py")
+        if ids is None or ids == []:
             if self.n_layers is None:
                 raise CheckpointError(
-                    self.path / "config.json", "eagle_aux_hidden_state_layer_ids",
+                    self.path / "config.json", IDS,
                     expected="tap ids, or a target whose depth gives the default triple",
                     found="neither", remedy="pass target=, or write the ids into config.json",
                 )  # fmt: skip
             taps: tuple[Tap, ...] = default_triple(self.n_layers)
+            if ids == []:
+                source = Source("framework default", "an empty list; (2, n//2, n-3)")
+                self.notes.append(f"{IDS} is empty: the default triple {[str(t) for t in taps]}")
         else:
-            if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-                raise CheckpointError(
-                    self.path / "config.json", "eagle_aux_hidden_state_layer_ids",
-                    expected="a list of whole numbers", found=repr(ids), remedy="fix the config",
-                )  # fmt: skip
-            n = self.n_layers if self.n_layers else max(ids, default=0) + 1
-            try:
-                taps = taps_from_ids(ids, self.convention, n)
-            except ContractError as err:
-                if err.where == "convention":  # the caller's argument, not the file
-                    raise
-                raise CheckpointError(
-                    self.path / "config.json", err.field, expected=err.expected, found=err.found,
-                    remedy=err.remedy,
-                ) from err  # fmt: skip
-            source = Source("checkpoint", f"{source.detail}, read as {self.convention} does")
+            taps, source = self._read_ids(ids, source)
         if len(taps) != slots:
             raise CheckpointError(
-                self.path / "config.json", "eagle_aux_hidden_state_layer_ids",
+                self.path / "config.json", IDS,
                 expected=f"{slots} ids, one per slot of fc.weight", found=f"{len(taps)}: {taps}",
                 remedy="weights and config are of different drafts",
             )  # fmt: skip
+        stated = self.values.get("num_aux_hidden_states")
+        if stated is not None and stated != slots:
+            raise CheckpointError(
+                self.path / "config.json", "num_aux_hidden_states",
+                expected=f"{slots}, the slots of fc.weight", found=repr(stated),
+                remedy="weights and config are of different drafts",
+            )  # fmt: skip
         return taps, source
+
+    def _read_ids(self, ids: Any, source: Source) -> tuple[tuple[Tap, ...], Source]:
+        """The taps that ids name under `convention`, with a note of the readings that differ."""
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise CheckpointError(
+                self.path / "config.json", IDS, expected="a list of whole numbers", found=repr(ids),
+                remedy="fix the config",
+            )  # fmt: skip
+        n = self.n_layers if self.n_layers else max(ids, default=0) + 1
+        try:
+            taps = taps_from_ids(ids, self.convention, n)
+        except ContractError as err:
+            if err.where == "convention":  # the caller's argument, not the file
+                raise
+            raise CheckpointError(
+                self.path / "config.json", err.field, expected=err.expected, found=err.found,
+                remedy=err.remedy,
+            ) from err  # fmt: skip
+        # speculators' ids are vLLM's boundaries; every other file leaves room for doubt.
+        certain = self.formats == ("speculators",) and CONVENTIONS[self.convention].offset == 0
+        if not certain:
+            others = {w: t for w, t in hypotheses(ids, n).items() if t != taps and "ignored" not in w}
+            self.notes.extend(
+                f"{IDS} {ids} could also mean {', '.join(map(str, other))}: {why}"
+                for why, other in others.items()
+            )
+        return taps, Source("checkpoint", f"{source.detail}, read as {self.convention} does")
 
     def _rope(self) -> tuple[Rope, Source]:
         new, old = (self.section(self.layer, name) for name in ("rope_parameters", "rope_scaling"))
         flat = self.layer.get("rope_theta")
         values = dict(new or old)
+        nested = sorted(k for k, v in values.items() if isinstance(v, dict))
+        if nested:
+            raise CheckpointError(
+                self.path / "config.json", "rope_parameters", expected="one set of rotary parameters",
+                found=f"one per kind of layer: {nested}", remedy="write the draft's own set alone",
+            )  # fmt: skip
         theta = values.pop("rope_theta", flat)
         for stated in (flat, theta):
             self.number({"rope_theta": stated}, "rope_theta", 10000.0)
@@ -150,10 +293,10 @@ class DraftConfig:
         partial = self.layer.get("partial_rotary_factor")
         part = {"partial_rotary_factor": values.pop("partial_rotary_factor", partial)}
         partial = float(self.number(part, "partial_rotary_factor", 1.0))
-        if new and flat is not None and new.get("rope_theta", flat) != flat:
+        if flat is not None and theta != flat:
+            part = "rope_parameters" if new else "rope_scaling"
             self.notes.append(
-                f"rope_theta {flat:g} and rope_parameters.rope_theta {new['rope_theta']:g} disagree: "
-                "the latter is used (fault 11)"
+                f"rope_theta {flat:g} and {part}.rope_theta {theta:g} disagree: the latter is used (fault 11)"
             )
         if kind not in ("default", "linear", "llama3", "yarn"):
             raise CheckpointError(

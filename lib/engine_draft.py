@@ -10,6 +10,7 @@ What vLLM 0.32 makes of each field of a contract, and how `write_draft` gets it 
 | use_fc=False | would feed the state *after* the final norm | `fc` = identity on the last slot's tap |
 | head_norm=False | always norms | norm weight 1: same choice, logits scaled per position |
 | rope | `rope_parameters`; halves only | written; interleaved: rows of q and k permuted |
+| latent attention | `deepseek_eagle3.py`, a config and rotary rules of its own | EngineError: not written |
 | vocab_map | offsets, scattered into the target's logits | `d2t` rewritten |
 | embed_scale | none | the embedding table is written scaled |
 | position_offset | 0 | any constant: rotary attention sees differences only |
@@ -108,8 +109,17 @@ def refuse(draft: Draft, contract: Contract) -> None:
     }.get(contract.rope.kind, ())
     lacking = sorted(set(needed) - {name for name, _ in contract.rope.params})
     layers = draft.layers
+    if any(layer.latent is not None for layer in layers):
+        # vLLM 0.32 has a class for it (deepseek_eagle3.py): always interleaved rotary, and every scaled
+        # kind read as DeepSeek's yarn. Nobody has served a folder of ours with it, so none is written.
+        raise EngineError(
+            draft.path, "self_attn", expected="q, k and v projections (a Llama or Qwen3 draft)",
+            found="multi-head latent attention (MLA, kv_a_proj_with_mqa)",
+            remedy="evaluate this draft offline (lib.draft), or give vLLM the checkpoint as published",
+        )  # fmt: skip
     qk_norms = [n for layer in layers for n in (layer.q_norm, layer.k_norm)]
     rules = (
+        ("hidden_norm", layers[0].hidden_norm is not None, "a norm on the states", "none"),
         ("taps", all(isinstance(t, Tap) for t in contract.taps), "taps with names", contract.taps),
         ("taps", not repeats or contract.fc_input_norm == "none", "each tap once if normed", contract.taps),
         ("token_shift", contract.token_shift == 1, "1", contract.token_shift),

@@ -188,7 +188,7 @@ def target_side(captures: Sequence[Capture], draft: Draft, head: TargetHead) -> 
     _check(captures, draft, head)
     # A label u is counted through m_u or m_{u-1}: positions that neither reaches are not computed.
     wanted = [c.loss_mask[1:] | c.loss_mask[:-1] for c in captures]
-    kinds = {c.final_kind for c in captures}
+    kinds = {c.known_final_kind() for c in captures}
     if len(kinds) != 1:
         raise MetricError(
             "target_side", "final_kind", expected="final states of one kind", found=str(sorted(kinds)),
@@ -252,7 +252,8 @@ def evidence(
             continue  # a text of one token has no pair, here as in DraftForward
         p = forward.predict([capture], contract, depths=depths, positions="all", keep_logits=True)
         final = capture.final()[1:]
-        log_p = head.logits(final, final_kind=capture.final_kind, rows=rows) - target.log_z[i][:, None]
+        kind = capture.known_final_kind()
+        log_p = head.logits(final, final_kind=kind, rows=rows) - target.log_z[i][:, None]
         overlaps.append(_overlap(log_p.exp(), p.logits.float()))
         parts.append(replace(p, capture=p.capture + i, logits=None))
     columns = ("capture", "position", "draft_ids", "target_ids", "truth", "in_vocab")

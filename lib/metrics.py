@@ -178,7 +178,7 @@ def trainer_targets(
     rows = draft.to_target(torch.arange(draft.draft_vocab))
     out = []
     for capture in captures:
-        kind = capture.final_kind if source == FINAL else "pre_norm"
+        kind = capture.known_final_kind() if source == FINAL else "pre_norm"
         logits = head.logits(capture.state(source)[1:], final_kind=kind, rows=rows)
         out.append(logits.argmax(-1))
     return out

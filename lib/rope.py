@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,30 @@ def rope_table(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype)
         steps = torch.arange(0, rotated, 2, dtype=torch.int64).float()
         inv, factor = 1.0 / (rope.theta ** (steps / rotated)), 1.0
     else:
+        params = dict(rope.params)
+        scaled = params.get("factor", 1.0) * params.get("original_max_position_embeddings", 2048)
         config = LlamaConfig(
             head_dim=rotated,
-            rope_parameters={"rope_theta": rope.theta, "rope_type": rope.kind, **dict(rope.params)},
+            max_position_embeddings=int(scaled),  # no formula uses it; any other value draws a warning
+            rope_parameters={"rope_theta": rope.theta, "rope_type": rope.kind, **params},
         )
         inv, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, device="cpu")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angles = positions.to(wide)[:, None] * inv.to(positions.device, wide)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def latent_factor(rope: Rope) -> float:
+    """What a scaled rotary kind adds to the softmax scale of latent attention: yarn's mscale, squared.
+
+    Only with `mscale_all_dim` in the parameters; transformers `modeling_deepseek_v3.py`
+    (`yarn_apply_mscale`), vLLM `deepseek_v2.py` and TorchSpec `deepseek_eagle.py` agree.
+    """
+    params = dict(rope.params)
+    all_dim, factor = params.get("mscale_all_dim", 0.0), params.get("factor", 1.0)
+    if rope.kind == "default" or not all_dim or factor <= 1:
+        return 1.0
+    return (0.1 * all_dim * math.log(factor) + 1.0) ** 2
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -52,18 +52,33 @@ class Stored:
         return f"stored{self.index}"
 
 
-def parse_tap(text: str | int | Tap | Stored) -> Tap | Stored:
-    """`"embed"`, `"layer3"`, `"stored1"`, a bare boundary number or a ready value -> Tap / Stored."""
-    if isinstance(text, Tap | Stored):
+@dataclass(frozen=True, order=True)
+class Normed:
+    """The target's last state after its final norm, what its lm_head sees; no `Tap` means that one.
+
+    The one input of drafts with `use_aux_hidden_state: false` (Model-Optimizer `hf_eagle.py`; sglang
+    PR #32334). A capture can feed it by naming a stored state "normed".
+    """
+
+    def __str__(self) -> str:
+        """`normed`."""
+        return "normed"
+
+
+def parse_tap(text: str | int | Tap | Stored | Normed) -> Tap | Stored | Normed:
+    """`"embed"`, `"layer3"`, `"stored1"`, `"normed"`, a boundary number or a ready value -> its type."""
+    if isinstance(text, Tap | Stored | Normed):
         return text
     if isinstance(text, int):
         return Tap(text)
     if text == "embed":
         return Tap(0)
+    if text == "normed":
+        return Normed()
     if isinstance(text, str) and (match := re.fullmatch(r"(layer|stored)(\d+)", text)):
         return (Tap if match[1] == "layer" else Stored)(int(match[2]))
     raise ContractError(
-        "tap", str(text), expected="'embed', 'layerK' or 'storedI'", found=repr(text),
+        "tap", str(text), expected="'embed', 'layerK', 'storedI' or 'normed'", found=repr(text),
         remedy="count blocks from 1: the state after the third block is 'layer3'",
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lib.errors import CheckpointError
+from lib.errors import CheckpointError, MetricError
 from lib.weights import TensorFile, read_json, weight_files
 
 
@@ -43,13 +43,25 @@ class TargetHead:
         """H of the target."""
         return self.embed.shape[1]
 
-    def logits(self, final: Tensor, *, final_kind: str, rows: Tensor | None = None) -> Tensor:
+    def logits(self, final: Tensor, *, final_kind: str | None, rows: Tensor | None = None) -> Tensor:
         """Target logits (..., V or len(rows)) in fp32 from its last state.
 
         Args:
-            final: (..., H); normalised here unless `final_kind` is "post_norm".
+            final: (..., H); normalised here if `final_kind` is "pre_norm", as it is if "post_norm".
             rows: vocabulary rows wanted; all if None.
+
+        Raises MetricError while nobody has said which of the two it is.
         """
+        if final_kind not in ("pre_norm", "post_norm"):
+            raise MetricError(
+                self.path, "final_kind", expected="pre_norm or post_norm", found=repr(final_kind),
+                remedy="lib.final_state.settle_final(captures, head) decides by evidence",
+            )  # fmt: skip
+        if final.shape[-1] != self.hidden_size:
+            raise MetricError(
+                self.path, "final state", expected=f"states of width {self.hidden_size}",
+                found=str(tuple(final.shape)), remedy="captures and target are of different models",
+            )  # fmt: skip
         x = final.float()
         if final_kind == "pre_norm":
             x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm.float()
@@ -99,10 +111,28 @@ def load_target_head(path: str | Path) -> TargetHead:
                 path, part, expected=f"a tensor matching {names[part]}", found="none",
                 remedy="give a target in transformers' format (Llama-style names)",
             )  # fmt: skip
-    return TargetHead(
-        path, found["embed"], found["norm"], found["lm_head"],
-        float(text.get("rms_norm_eps", 1e-6)), text["num_hidden_layers"], config,
-    )  # fmt: skip
+    eps = text.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
+        raise CheckpointError(
+            path / "config.json", "rms_norm_eps", expected="a small number", found=repr(eps),
+            remedy="give the target's own config.json",
+        )  # fmt: skip
+    _check_shapes(path, **found)
+    layers = text["num_hidden_layers"]
+    return TargetHead(path, found["embed"], found["norm"], found["lm_head"], float(eps), layers, config)
+
+
+def _check_shapes(path: Path, embed: Tensor, norm: Tensor, lm_head: Tensor) -> None:
+    """(V, H), (H,) and (rows, H), all numbers with a fraction."""
+    hidden = norm.shape[-1] if norm.ndim else 0
+    for name, tensor, dims in (("embed", embed, 2), ("norm", norm, 1), ("lm_head", lm_head, 2)):
+        fits = tensor.ndim == dims and tensor.shape[-1] == hidden > 0 and tensor.shape[0] > 0
+        if not fits or not tensor.dtype.is_floating_point:
+            raise CheckpointError(
+                path, name, expected=f"a floating-point tensor of {dims} dimensions, the last one {hidden}",
+                found=f"{tuple(tensor.shape)} {tensor.dtype}",
+                remedy="give the target's own weights; a quantised head must be dequantised first",
+            )  # fmt: skip
 
 
 def _target_head_from_gguf(path: Path) -> TargetHead:

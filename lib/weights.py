@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def load_pickle(path: Path, error: type[WorkbookError]):
     try:
         # Zip archives (torch.save's format since 1.6) are mapped: a tensor not used is not read.
         mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as err:  # torch raises a dozen types for damaged files; all become one
         reason = " ".join(str(err).split())[:200] or type(err).__name__
         raise error(
@@ -33,6 +33,36 @@ def load_pickle(path: Path, error: type[WorkbookError]):
             found=reason,
             remedy="do not load it another way: a file that needs weights_only=False can run code",
         ) from err  # fmt: skip
+    _check_plain(path, loaded, error)
+    return loaded
+
+
+def _check_plain(path: Path, value, error: type[WorkbookError], where: str = "file") -> None:
+    """Every tensor is dense and holds its own numbers: what weights and states are, and nothing stranger.
+
+    A sparse, nested, quantised or empty-shelled ("meta") tensor passes `weights_only`, and so does a view
+    that repeats few stored numbers a billion times; each fails later, far from its cause.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_plain(path, item, error, str(key))
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_plain(path, item, error, f"{where}[{i}]")
+    elif isinstance(value, Tensor):
+        plain = value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+        if not plain or value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
+            kind = "quantised" if value.is_quantized else "nested" if value.is_nested else value.layout
+            raise error(
+                path, where, expected="a plain dense tensor", found=f"{kind} on {value.device.type}",
+                remedy="save it dense (tensor.to_dense(), dequantize()) from the framework that wrote it",
+            )  # fmt: skip
+        stored = value.untyped_storage().nbytes()
+        if value.numel() * value.element_size() > stored:
+            raise error(
+                path, where, expected=f"{tuple(value.shape)} numbers of its own",
+                found=f"a view of {stored} bytes", remedy="save tensor.contiguous()",
+            )  # fmt: skip
 
 
 class TensorFile:
@@ -46,6 +76,7 @@ class TensorFile:
         """Find the weights at `path` (a folder or a file) and list their names."""
         self.path = Path(path)
         self._get: dict[str, Callable[[], Tensor]] = {}
+        self._shape: dict[str, Callable[[], tuple[int, ...]]] = {}
         self.origin: dict[str, Path] = {}
         for file, names in weight_files(self.path):
             self._add(file, names)
@@ -65,6 +96,9 @@ class TensorFile:
                     remedy="download or copy it again; it is truncated, empty or another format",
                 ) from err  # fmt: skip
             found = {name: (lambda n=name, h=handle: h.get_tensor(n)) for name in handle.keys()}
+            shapes = {
+                name: (lambda n=name, h=handle: tuple(h.get_slice(n).get_shape())) for name in handle.keys()
+            }
         else:
             data = load_pickle(file, CheckpointError)
             if not isinstance(data, dict) or not all(
@@ -75,6 +109,7 @@ class TensorFile:
                     found=type(data).__name__, remedy="save model.state_dict(), not the model",
                 )  # fmt: skip
             found = {name: (lambda t=tensor: t) for name, tensor in data.items()}
+            shapes = {name: (lambda t=tensor: tuple(t.shape)) for name, tensor in data.items()}
         absent = sorted((wanted or set()) - set(found))
         if absent:
             raise CheckpointError(
@@ -82,13 +117,24 @@ class TensorFile:
                 remedy="the index and the shards are of different saves; download both again",
             )  # fmt: skip
         for name in found if wanted is None else sorted(wanted):
+            if name in self._get:
+                raise CheckpointError(
+                    file, name, expected="each tensor in one file",
+                    found=f"it is in {self.origin[name].name} too",
+                    remedy="the shards are of different saves; download them again",
+                )  # fmt: skip
             self._get[name], self.origin[name] = found[name], file
+            self._shape[name] = shapes[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._get
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._get)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, from the header: nothing of the tensor is read."""
+        return self._shape[name]()
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor; CheckpointError naming close matches if there is none of that name."""
@@ -115,23 +161,42 @@ def weight_files(path: Path, rule: str = ".*") -> list[tuple[Path, set[str] | No
                     found=type(weight_map).__name__, remedy="download the index again",
                 )  # fmt: skip
             shards: dict[str, set[str]] = {}
+            present = {file.name for file in path.iterdir()}
             for name, shard in weight_map.items():
-                if re.fullmatch(rule, name):
-                    shards.setdefault(str(shard), set()).add(name)
-            for shard in shards:
-                if Path(shard).name != shard or not (path / shard).is_file():
+                if not re.fullmatch(rule, name):
+                    continue
+                if not isinstance(shard, str) or shard not in present:
                     raise CheckpointError(
-                        index, shard, expected="a shard beside the index", found="no such file",
-                        remedy="download the missing shard",
+                        index, str(shard)[:80] or name, expected=f"a shard beside the index, for {name}",
+                        found="no such file", remedy="download the missing shard, or the index again",
                     )  # fmt: skip
+                shards.setdefault(shard, set()).add(name)
             return [(path / shard, names) for shard, names in sorted(shards.items())]
         if (path / stem).is_file():
             return [(path / stem, None)]
+        if shards := _shards_without_index(path, *stem.split(".")):
+            return [(shard, None) for shard in shards]
     raise CheckpointError(
         path, "weights", expected="model.safetensors or pytorch_model.bin, or their index",
         found="neither" if path.is_dir() else "no such folder",
         remedy="point at the folder that holds config.json and the weights",
     )  # fmt: skip
+
+
+def _shards_without_index(path: Path, stem: str, suffix: str) -> list[Path]:
+    """`model-00001-of-00003.safetensors` and so on, all of them; an error if the set is not whole."""
+    found = {
+        shard: re.fullmatch(rf"{stem}-(\d+)-of-(\d+)", shard.stem)
+        for shard in sorted(path.glob(f"{stem}-*-of-*.{suffix}"))
+    }
+    numbers = sorted(int(m[1]) for m in found.values() if m)
+    wanted = max((int(m[2]) for m in found.values() if m), default=0)
+    if numbers != list(range(1, wanted + 1)):
+        raise CheckpointError(
+            path, f"{stem}.{suffix}.index.json", expected=f"an index, or shards 1..{wanted}",
+            found=f"no index and shards {numbers}", remedy="download what is missing",
+        )  # fmt: skip
+    return [shard for shard, m in found.items() if m]
 
 
 def read_json(path: Path) -> dict[str, Any]:

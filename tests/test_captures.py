@@ -1,4 +1,4 @@
-"""Captures in three layouts: nothing lost on the way, nothing read before it is asked for."""
+"""Captures of speculators and of our own: nothing lost on the way, nothing read before it is asked for."""
 
 from __future__ import annotations
 
@@ -147,6 +147,8 @@ def test_final_state_can_come_from_another_file_of_the_same_tokens(tmp_path, rng
     assert torch.equal(both.named((0, 2, 3, 5)).final(), final), "renaming keeps it"
     with pytest.raises(CaptureError, match=r"data_0\.pt: final: .* no such state"):
         incident.final()
+    with pytest.raises(CaptureError, match=r"data_0\.pt: final: expected a final state to join, found none"):
+        both.with_final(incident)
 
 
 def test_final_state_of_other_tokens_is_refused(tmp_path, rng):

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from lib.captures import open_capture
-from lib.checkpoints import Draft, Layer, load_draft
+from lib.checkpoints import Layer, load_draft
 from lib.draft import DraftForward
 from lib.errors import CheckpointError, ContractError
 from lib.taps import Tap
 from lib.target import record_states
 from lib.target_head import load_target_head
+from tests.draft_writers import assert_same_draft, weights
 from tests.support import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -59,24 +60,6 @@ def midlayer(native, folder, *, tensors: dict | None = None, config: dict | None
     named, flat = named | (tensors or {}), flat | (config or {})
     named = {k: t for k, t in named.items() if t is not None}
     return write_checkpoint(folder, named, {k: v for k, v in flat.items() if v is not None}, **layout)
-
-
-def weights(draft: Draft) -> dict[str, torch.Tensor]:
-    """Every tensor of a loaded draft, by field name."""
-    found = {k: v for k, v in vars(draft).items() if isinstance(v, torch.Tensor)}
-    for i, layer in enumerate(draft.layers):
-        found |= {f"{i}.{k}": v for k, v in vars(layer).items() if isinstance(v, torch.Tensor)}
-    return found | {f"fc_norm.{i}": t for i, t in enumerate(draft.fc_norm)}
-
-
-def assert_same_draft(one: Draft, two: Draft, captures) -> None:
-    assert weights(one).keys() == weights(two).keys()
-    for name, tensor in weights(one).items():
-        assert torch.equal(tensor, weights(two)[name]), name
-    assert one.contract == two.contract
-    a, b = (DraftForward(d).predict(captures, depths=2, keep_logits=True) for d in (one, two))
-    assert torch.equal(a.logits, b.logits)
-    assert torch.equal(a.target_ids, b.target_ids)
 
 
 # ---- one draft, many wrappings ----------------------------------------------------------------

@@ -26,12 +26,13 @@ from lib.decoding import (
     speculate,
     to_target_rows,
 )
-from lib.draft import DraftForward
+from lib.draft import DraftForward, to_device
 from lib.errors import ContractError, TargetError
 from lib.taps import Stored, Tap
 from lib.target import continue_greedily, ensure_target, load_target, record_states
 from lib.target_head import TargetHead
 from tests.support import DRAFT_VOCAB, VOCAB, speculators_draft, tiny_llama
+from tests.test_mla import latent_draft
 
 END = 2  # the tiny targets' end token
 DEPTHS = {1: 130, 2: 70, 3: 40, 5: 25, 15: 20}  # depth -> tokens wanted per contract
@@ -58,9 +59,12 @@ def tiny_pair(arch: str, layers: int):
     So both speak three tokens of the draft's vocabulary loudly and all others softly; the target also
     has its end token. One draft token in four is accepted then, and now and then a whole chain.
     """
-    with TemporaryDirectory() as folder:
-        speculators_draft(arch=arch, layers=layers).save_pretrained(folder)
-        draft = load_draft(folder)
+    if arch == "latent":
+        draft = to_device(latent_draft(layers=layers, seed=4)[0], "cpu", torch.float32)
+    else:
+        with TemporaryDirectory() as folder:
+            speculators_draft(arch=arch, layers=layers).save_pretrained(folder)
+            draft = load_draft(folder)
     words = torch.arange(5, 8)
     model = tiny_llama(layers=4, seed=4)
     loudness = torch.full((VOCAB, 1), 0.1)
@@ -124,7 +128,9 @@ class Run:
     scope="module",
     params=[
         ("llama", 1),
+        ("latent", 1),
         pytest.param(("llama", 2), marks=pytest.mark.slow),
+        pytest.param(("latent", 2), marks=pytest.mark.slow),
         pytest.param(("qwen3", 1), marks=pytest.mark.slow),
         pytest.param(("qwen3", 2), marks=pytest.mark.slow),
     ],
@@ -151,7 +157,7 @@ def live_runs(request):
 
 
 def test_speculation_is_lossless_under_any_contract(live_runs):
-    """2,500 tokens a pair of models, 10,000 over the four: each one the target's own choice."""
+    """2,500 tokens a pair of models, 15,000 over the six: each one the target's own choice."""
     model, _, runs = live_runs
     total = sum(len(run.live.tokens) for run in runs)
     assert total >= 2500, f"only {total} tokens compared"
@@ -259,12 +265,16 @@ def test_the_context_can_be_filled_to_the_last_position(model, forward):
 # ---- the caches -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def exact():
+@pytest.fixture(scope="module", params=["grouped", "latent"])
+def exact(request):
     """A two-layer draft in float64 with states of 12 tokens: what differs then is wiring, not rounding."""
-    with TemporaryDirectory() as folder:
-        speculators_draft(layers=2).save_pretrained(folder)
-        forward = DraftForward(load_draft(folder, dtype=torch.float64))
+    if request.param == "latent":
+        draft = latent_draft(layers=2)[0]
+    else:
+        with TemporaryDirectory() as folder:
+            speculators_draft(layers=2).save_pretrained(folder)
+            draft = load_draft(folder, dtype=torch.float64)
+    forward = DraftForward(draft)
     text = torch.randint(3, VOCAB, (13,), generator=torch.Generator().manual_seed(5))
     taps = forward.draft.contract.taps
     states = record_states(tiny_llama(), text[None], taps)
@@ -301,7 +311,8 @@ def test_a_chain_leaves_no_trace(exact):
     before = [k[:5].clone() for k in talking.keys]
     chain, q = talking.propose(hidden, 15)
     assert len(chain) == 15 and q is None and talking.length == 5
-    assert not torch.equal(talking.keys[0][5:19], torch.zeros(14, 2, 8)), "the chain wrote nothing"
+    wrote = talking.keys[0][5:19]
+    assert not torch.equal(wrote, torch.zeros_like(wrote)), "the chain wrote nothing"
     assert all(torch.equal(k[:5], b) for k, b in zip(talking.keys, before, strict=True))
     for stop in (6, 9, 12):
         after = [extend(draft, tokens, states, silent.length, stop) for draft in (talking, silent)]

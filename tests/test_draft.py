@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lib.attention
 import lib.draft
+from lib.attention import Stack
 from lib.captures import open_capture
 from lib.checkpoints import load_draft
 from lib.contract import Rope
 from lib.draft import DraftForward, rms_norm, to_device
-from lib.errors import ContractError
+from lib.engine_draft import refuse
+from lib.errors import ContractError, EngineError
 from tests.support import random_capture_tensors, speculators_draft, write_legacy
 
 TAPS = ("embed", "layer3", "layer4", "layer6")
@@ -255,6 +258,31 @@ def test_bypassed_fc_takes_the_last_slot(draft, forward, captures):
     assert same(logits(forward, captures, use_fc=False), logits(None, captures, draft=copying))
 
 
+def test_a_draft_without_fc_and_hidden_norm(draft, captures):
+    """Such a draft takes the state itself: as if normed already, where its own norm would change nothing."""
+    first = draft.layers[0]
+    bare = replace(draft, fc=None, eps=0.0, contract=draft.contract.change(use_fc=False, taps=TAPS[2:3]))
+    plain = replace(bare, layers=(replace(first, hidden_norm=None),))
+    unit = replace(bare, layers=(replace(first, hidden_norm=torch.ones_like(first.hidden_norm)),))
+
+    def by_hand(x):
+        return x.double() / x.double().pow(2).mean(-1, keepdim=True).sqrt()
+
+    normed = [c.with_states(by_hand) for c in captures]
+    reference = logits(None, captures, depths=1, draft=unit, norm_before_residual=True)
+    for before in (False, True):
+        assert same(logits(None, normed, depths=1, draft=plain, norm_before_residual=before), reference)
+    assert not same(logits(None, captures, depths=1, draft=plain), reference, 1e-3)
+    deeper = logits(None, normed, depths=3, draft=plain)
+    assert deeper.isfinite().all() and same(deeper[:, 0], reference[:, 0])
+    with_fc = replace(bare, fc=draft.fc)  # the bypass of a draft that has one is the same forward
+    assert torch.equal(logits(None, captures, draft=with_fc), logits(None, captures, draft=bare))
+    with pytest.raises(ContractError, match=r"fc.weight: expected 1 slots.*found 0 inputs"):
+        logits(None, captures, draft=bare, use_fc=True)
+    with pytest.raises(EngineError, match=r"hidden_norm: expected a norm on the states.*found none"):
+        refuse(plain, plain.contract)  # vLLM would leave the norm it makes uninitialised
+
+
 def test_vocab_map_modes(forward, captures):
     """The same draft id i means i + d2t[i], d2t[i] or i; depth 0 draft ids do not depend on it."""
     contract, d2t = forward.draft.contract, forward.draft.d2t
@@ -323,6 +351,33 @@ def test_bf16_agrees_on_most_positions(folder, captures):
     assert out[torch.bfloat16].logits.dtype == torch.bfloat16
     agree = (out[torch.bfloat16].draft_ids == out[torch.float32].draft_ids).double().mean()
     assert agree > 0.9, f"{agree:.2f}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_weights_stay_where_they_are(tmp_path, captures, monkeypatch, dtype, layers):
+    """Past `COPY_BYTES` no weight is copied, so mapped weights stay mapped; the numbers are the same."""
+    speculators_draft(layers=layers).save_pretrained(tmp_path)
+    draft = load_draft(tmp_path, dtype=dtype)
+    draft = replace(draft, contract=draft.contract.change(taps=TAPS[:3]))
+    joined = DraftForward(draft)
+    monkeypatch.setattr(lib.attention, "COPY_BYTES", 0)
+    apart = DraftForward(draft)
+    owned = {
+        w.untyped_storage().data_ptr()
+        for layer in draft.layers
+        for w in vars(layer).values()
+        if w is not None
+    }
+    stacks = [s for a in apart.attention for s in vars(a).values() if isinstance(s, Stack)] + apart.gate_up
+    assert len(stacks) == 5 + 3 * (layers - 1)
+    for stack in stacks:
+        assert all(w.untyped_storage().data_ptr() in owned for w in stack.weights)
+    assert any(len(s.weights) == 1 for s in joined.gate_up), "nothing is joined: the comparison is empty"
+    predicted = [
+        f.predict(captures, depths=3, positions="all", keep_logits=True).logits for f in (joined, apart)
+    ]
+    assert same(*predicted, {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype])
 
 
 @pytest.mark.gpu
