@@ -33,7 +33,7 @@ FIRST_NOTEBOOK := $(firstword $(sort $(wildcard notebooks/[0-9]*.ipynb)))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two pips in one environment would trip over each other
-.PHONY: help lab arc test check notebooks html engine bench clean target
+.PHONY: help lab arc test check notebooks html report compare engine bench clean target
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,6 +58,17 @@ check: $(TEST) ## lint, and the tests that take seconds
 notebooks: $(TEST) ## run the notebooks and write their outputs and facts
 	$(PY) -m lib.notebook write
 	$(PY) -m lib.arc readme
+
+# The report's options: make variable -> option of lib.report. An option left out takes the report's default.
+REPORT_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS DEVICE LIMIT DEPTH VERIFY_COST \
+  DRAFT_COST OUT
+option = $(if $($(1)),--$(subst _,-,$(shell echo $(1) | tr A-Z a-z)) "$($(1))")
+
+report: $(BASE) ## a report on your files: DRAFT=... CAPTURES=... [TARGET=... TAPS=... CONVENTION=... OUT=...]
+	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS),$(call option,$(name)))
+
+compare: $(BASE) ## two reports, paired: BEFORE=reports/x/report.json AFTER=reports/y/report.json
+	@$(PY) -m lib.report compare "$(BEFORE)" "$(AFTER)"
 
 html: $(BASE) ## export the notebooks as single HTML files to html/
 	$(PY) -m lib.notebook html

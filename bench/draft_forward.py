@@ -82,16 +82,16 @@ def speculators_batches(captures):
 def floor_products(forward: DraftForward, captures):
     """The matrix products of one scoring pass as (input, weight) pairs, shapes as in our batches."""
     draft, layer = forward.draft, forward.draft.layers[0]
-    h, work = draft.hidden_size, []
+    first, work = forward.attention[0], []
     for batch in forward.batches(captures):
         n, s = int(batch.counts.sum()), int(batch.scored_counts.sum())
         width = captures[0].hidden_size
         shapes = [(n, forward.fc[:, i * width : (i + 1) * width]) for i in range(3)]
-        shapes += [(n, forward.kv_embed), (n, forward.kv_hidden)]
-        shapes += [(s, forward.q_embed), (s, forward.q_hidden), (s, layer.o), (s, forward.gate_up[0])]
-        shapes += [(s, layer.down), (s, draft.lm_head)]
+        stacks = [(n, first.kv_embed), (n, first.kv_hidden), (s, first.q_embed), (s, first.q_hidden)]
+        stacks += [(s, forward.gate_up[0])]
+        shapes += [(rows, w) for rows, stack in stacks for w in stack.weights]
+        shapes += [(s, layer.o), (s, layer.down), (s, draft.lm_head)]
         work += [(torch.randn(rows, w.shape[1]), w) for rows, w in shapes]
-    assert h == forward.kv_hidden.shape[1]
     return work
 
 

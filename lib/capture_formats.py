@@ -15,53 +15,32 @@ never the suffix. Sources: formats_and_faults A.1; SpecForge `specforge/algorith
 Model-Optimizer `collect_hidden_states/*.py`, AngelSlim `tools/generate_hidden_for_draft_model.py`, BaldEagle
 `generate_data.py`.
 
+How a file is opened, and the checks that layouts share, are in `lib.containers`; what a capture can do once
+it is read is in `lib.captures`.
+
 Axes: L positions, H target hidden size, k stored states.
 """
 
 from __future__ import annotations
 
-import gzip
 import re
-import tempfile
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lib.containers import Source, Value, check_states, loss_mask, open_source, rows, tensor, token_ids
 from lib.errors import CaptureError
 from lib.formats import Match, only
 from lib.taps import Stored, Tap
-from lib.weights import load_pickle
 
 FORMAT = "eagle3-workbook-capture"
 FINAL = "final"
 UNNAMED = "taps not recorded in the file"
 # NeMo Automodel components/speculative/precompute_eagle3.py: whole, or compressed to the top k.
 SUPERVISION = ("target_probs", "target_probs_values", "target_probs_indices", "position_mask")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = {
-    *(
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    ),
-    *("U8", "I8", "I16", "I32", "I64", "U16", "U32", "U64"),
-}
-BOOLEANS = {torch.bool, "BOOL"}
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# A gzip file may unpack to this many times its size, and always to this many bytes.
-GZIP_RATIO, GZIP_FLOOR = 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -97,7 +76,7 @@ class Layout:
         needs: keys that every file of it has.
         may: further keys -> what is done with them ("" if they are read).
         fits: (source) -> evidence from shapes and types, or None if they speak against it.
-        read: (source, surplus notes) -> Content.
+        read: (source) -> Content.
     """
 
     needs: frozenset[str]
@@ -140,162 +119,6 @@ PAIRS = (
         "last state taken as post-norm: BaldEagle stores transformers' hidden_states[-1] (generate_data.py)",
     ),
 )  # fmt: skip
-_PAIR_OF = {p.name: p for p in PAIRS}
-
-
-# ---- containers: safetensors, torch.save, gzip around it --------------------------------------
-
-
-@dataclass(frozen=True)
-class Value:
-    """One named value of a file, not read yet.
-
-    Attributes:
-        shape: of a tensor; None if it is none.
-        dtype: torch's, or the file's own name for one that is no float.
-        read: (index) -> the tensor, or that part of it; None reads all.
-        kind: the type's name, for messages.
-        parts: the members of a list, each a Value; None if it is no list.
-    """
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | str | None
-    read: Callable[..., Tensor] = field(repr=False)
-    kind: str = "Tensor"
-    parts: tuple[Value, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """An open file: its values by name, and its metadata (safetensors only)."""
-
-    path: Path
-    values: Mapping[str, Value]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-def open_source(path: Path) -> Source:
-    """Open a file by its first bytes; the suffix only words the error where they say nothing.
-
-    Raises CaptureError for what is no container of tensors, is truncated, or holds code.
-    """
-    try:
-        with open(path, "rb") as f:
-            head = f.read(9)
-    except OSError as err:
-        raise CaptureError(
-            path, "file", expected="a readable file", found=str(err),
-            remedy="check the path and its permissions",
-        ) from err  # fmt: skip
-    if head[:2] == b"\x1f\x8b":
-        return _open_gzip(path)
-    pickled = head[:4] == b"PK\x03\x04" or head[:1] == b"\x80"
-    if not pickled and (head[8:9] == b"{" or path.suffix == ".safetensors"):
-        return _open_safetensors(path)
-    if pickled or path.name.endswith((".pt", ".ckpt", ".ckpt.gz")):
-        return Source(path, _values(path, _load_pickle(path)))
-    raise CaptureError(
-        path, "suffix", expected=".pt or .safetensors, .ckpt or .ckpt.gz", found=repr(path.suffix),
-        remedy="convert the capture, or rename it if the suffix is wrong",
-    )  # fmt: skip
-
-
-def _open_safetensors(path: Path) -> Source:
-    def reader(name: str) -> Callable[..., Tensor]:
-        def read(index=None) -> Tensor:
-            with safe_open(path, "pt") as f:
-                return f.get_tensor(name) if index is None else f.get_slice(name)[index]
-
-        return read
-
-    values = {}
-    try:
-        with safe_open(path, "pt") as f:
-            metadata = f.metadata() or {}
-            for name in sorted(f.keys()):
-                part = f.get_slice(name)
-                dtype = part.get_dtype()
-                values[name] = Value(tuple(part.get_shape()), _DTYPES.get(dtype, dtype), reader(name))
-    except (SafetensorError, OSError) as err:
-        raise CaptureError(
-            path, "header", expected="a complete safetensors file", found=str(err),
-            remedy="copy or write the file again; it is truncated, empty or another format",
-        ) from err  # fmt: skip
-    return Source(path, values, metadata)
-
-
-def _load_pickle(path: Path, stored_as: Path | None = None):
-    """The object in a torch.save file; errors name `path` though the bytes may be stored elsewhere."""
-    with tempfile.TemporaryDirectory() as folder:
-        if stored_as is None and path.suffix == ".safetensors":
-            # torch.load believes this suffix, whatever the content is.
-            stored_as = Path(folder) / "content.pt"
-            stored_as.symlink_to(path.resolve())
-        try:
-            return load_pickle(stored_as or path, CaptureError)
-        except CaptureError as err:
-            raise CaptureError(
-                path, err.field, expected=err.expected, found=err.found, remedy=err.remedy
-            ) from err  # fmt: skip
-
-
-def _values(path: Path, data) -> dict[str, Value]:
-    if not isinstance(data, dict):
-        raise CaptureError(
-            path, "file", expected="a dict", found=type(data).__name__,
-            remedy="this is not a speculators data_N.pt, nor any other framework's capture",
-        )  # fmt: skip
-    return {str(name): _value(value) for name, value in data.items()}
-
-
-def _value(value, *, deep: bool = True) -> Value:
-    if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu":
-        value, shape = value.detach(), tuple(value.shape)
-        return Value(shape, value.dtype, lambda index=None: value if index is None else value[index])
-    # One level only: a list in a pickle may hold itself.
-    parts = tuple(_value(v, deep=False) for v in value) if deep and isinstance(value, list) else None
-    kind = f"{value.layout} {value.device} tensor" if isinstance(value, Tensor) else type(value).__name__
-    return Value(None, None, lambda index=None: value, kind, parts)
-
-
-def _open_gzip(path: Path) -> Source:
-    """`torch.save` inside gzip (SpecForge). Unpacked to look at it, and again when a state is read."""
-    stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
-    data = _unpacked(*stamp)
-
-    def lazy(name: str, value: Value) -> Value:
-        # Only the shapes stay in memory: a folder of such files would not fit there.
-        read = lambda index=None: _unpacked(*stamp)[name].read(index).clone()  # noqa: E731
-        return replace(value, read=read) if value.shape is not None else value
-
-    return Source(path, {name: lazy(name, value) for name, value in data.items()})
-
-
-@lru_cache(maxsize=1)
-def _unpacked(path: Path, _mtime: int, size: int) -> dict[str, Value]:
-    limit = max(GZIP_FLOOR, GZIP_RATIO * size)
-    with tempfile.NamedTemporaryFile(suffix=".ckpt") as out:
-        try:
-            with gzip.open(path, "rb") as f:
-                while block := f.read(1 << 20):
-                    out.write(block)
-                    if out.tell() > limit:
-                        break
-        except (OSError, EOFError, zlib.error) as err:
-            raise CaptureError(
-                path, "gzip", expected="a complete gzip file", found=str(err) or type(err).__name__,
-                remedy="copy or write the file again; it is truncated or damaged",
-            ) from err  # fmt: skip
-        if out.tell() > limit:
-            raise CaptureError(
-                path, "gzip", expected=f"at most {limit >> 20} MiB ({GZIP_RATIO} times the file, but never "
-                f"below {GZIP_FLOOR >> 20} MiB): states are numbers that hardly compress",
-                found="more when unpacked", remedy="do not unpack it: it is no capture; a real one fits",
-            )  # fmt: skip
-        out.flush()
-        # The mapping outlives the name, so the unpacked bytes need no room in memory.
-        data = _load_pickle(path, Path(out.name))
-    return _values(path, data)
 
 
 # ---- recognising ------------------------------------------------------------------------------
@@ -417,73 +240,18 @@ def _explain(source: Source, layout: Layout, asked: str | None) -> list[str]:
     return notes
 
 
-# ---- checks that layouts share ----------------------------------------------------------------
-
-
-def _tensor(source: Source, key: str) -> Value:
-    value = source.values[key]
-    if value.shape is None:
-        raise CaptureError(
-            source.path, key, expected="a tensor", found=value.kind,
-            remedy="save it with torch.save as a tensor",
-        )  # fmt: skip
-    return value
-
-
-def _ids(source: Source, key: str, *, batch: bool = False) -> Tensor:
-    """(L,) token ids as int64; with `batch`, a leading axis of one is taken off."""
-    value = _tensor(source, key)
-    shape = _rows(source, key, 1)[1] if batch else value.shape
-    if len(shape) != 1 or value.dtype not in INTEGERS or shape[0] == 0:
-        raise CaptureError(
-            source.path, "token ids", expected="a non-empty 1-D integer tensor",
-            found=f"{value.shape} {value.dtype}", remedy="recapture; this is not a list of tokens",
-        )  # fmt: skip
-    return value.read().reshape(shape).long()
-
-
-def _mask(source: Source, *, batch: bool = False) -> Tensor:
-    """The loss mask as it is stored; `captures` checks its length and values."""
-    value = _tensor(source, "loss_mask")
-    shape = _rows(source, "loss_mask", 1)[1] if batch else value.shape
-    if value.dtype not in {*INTEGERS, *BOOLEANS, *FLOATS}:
-        raise CaptureError(
-            source.path, "loss_mask", expected="zeros and ones", found=str(value.dtype),
-            remedy="store the mask as 0/1",
-        )  # fmt: skip
-    return value.read().reshape(shape)
-
-
-def _check_states(path: Path, name: str, shape: tuple[int, ...], dtype, length: int) -> None:
-    if dtype not in FLOATS:
-        raise CaptureError(
-            path, name, expected="a floating-point state", found=str(dtype),
-            remedy="recapture without quantising, or dequantise first",
-        )  # fmt: skip
-    if shape[0] != length:
-        raise CaptureError(
-            path, name, expected=f"{length} rows, one per token", found=f"{shape[0]} rows",
-            remedy="chunked prefill or prefix caching dropped rows (fault 29): recapture without",
-        )  # fmt: skip
-    if 0 in shape:
-        raise CaptureError(
-            path, name, expected="no empty axis", found=str(shape),
-            remedy="recapture; the state is empty",
-        )  # fmt: skip
-
-
 # ---- speculators and vLLM ---------------------------------------------------------------------
 
 
 def _read_stack(source: Source) -> Content:
-    path, stack = source.path, _tensor(source, "hidden_states")
-    ids = _ids(source, "token_ids")
+    path, stack = source.path, tensor(source, "hidden_states")
+    ids = token_ids(source, "token_ids")
     if len(stack.shape) != 3:
         raise CaptureError(
             path, "hidden_states", expected="[positions, states, hidden size]", found=str(stack.shape),
             remedy="this is not a speculators / vLLM capture; see formats A.1 for look-alikes",
         )  # fmt: skip
-    _check_states(path, "hidden_states", stack.shape, stack.dtype, len(ids))
+    check_states(path, "hidden_states", stack.shape, stack.dtype, len(ids))
     names = tuple(Stored(i) for i in range(stack.shape[1]))
     readers = {name: (lambda i=name.index: stack.read((slice(None), i))) for name in names}
     return Content("speculators", ids, None, names, readers, stack.shape[2], notes=(UNNAMED,))
@@ -491,14 +259,14 @@ def _read_stack(source: Source) -> Content:
 
 def _read_legacy(source: Source) -> Content:
     path, value = source.path, source.values["hidden_states"]
-    _tensor(source, "input_ids"), _tensor(source, "loss_mask")
+    tensor(source, "input_ids"), tensor(source, "loss_mask")
     states = value.parts
     if not states or any(s.shape is None for s in states):
         raise CaptureError(
             path, "hidden_states", expected="a list of [positions, hidden size] tensors",
             found=value.kind, remedy="this is not the legacy list format; see formats A.1",
         )  # fmt: skip
-    ids, mask = _ids(source, "input_ids"), _mask(source)
+    ids, mask = token_ids(source, "input_ids"), loss_mask(source)
     for i, state in enumerate(states):
         name = f"hidden_states[{i}]"
         if len(state.shape) != 2 or state.shape[1] != states[0].shape[1]:
@@ -507,7 +275,7 @@ def _read_legacy(source: Source) -> Content:
                 path, name, expected=f"[positions, {width}] like hidden_states[0]",
                 found=str(state.shape), remedy="the list is ragged: recapture this sample",
             )  # fmt: skip
-        _check_states(path, name, state.shape, state.dtype, len(ids))
+        check_states(path, name, state.shape, state.dtype, len(ids))
     names = tuple(Stored(i) for i in range(len(states)))
     readers = {name: states[name.index].read for name in names}
     return Content("speculators-legacy", ids, mask, names, readers, states[0].shape[1], notes=(UNNAMED,))
@@ -529,15 +297,15 @@ def _read_workbook(source: Source) -> Content:
             path, "metadata final_kind", expected="pre_norm or post_norm", found=repr(kind),
             remedy="write the file with save_capture(final_kind=...)",
         )  # fmt: skip
-    ids, mask = _ids(source, "token_ids"), _mask(source)
+    ids, mask = token_ids(source, "token_ids"), loss_mask(source)
     for key in states.values():
-        value = _tensor(source, key)
+        value = tensor(source, key)
         if len(value.shape) != 2:
             raise CaptureError(
                 path, key, expected="[positions, hidden size]", found=str(value.shape),
                 remedy="write the file with save_capture()",
             )  # fmt: skip
-        _check_states(path, key, value.shape, value.dtype, len(ids))
+        check_states(path, key, value.shape, value.dtype, len(ids))
     widths = {values[key].shape[1] for key in states.values()}
     if len(widths) != 1:
         raise CaptureError(
@@ -549,26 +317,6 @@ def _read_workbook(source: Source) -> Content:
 
 
 # ---- aux and last: SpecForge, Model-Optimizer, AngelSlim, BaldEagle ---------------------------
-
-
-def _rows(source: Source, key: str, axes: int) -> tuple[Value, tuple[int, ...]]:
-    """A value and its shape without a leading batch axis of one; CaptureError for a larger batch."""
-    value = _tensor(source, key)
-    shape = value.shape
-    if len(shape) == axes + 1 and shape[0] == 1:
-        return value, shape[1:]
-    if len(shape) == axes + 1:
-        raise CaptureError(
-            source.path, key, expected="one conversation, a batch axis of 1",
-            found=f"{shape}: a batch of {shape[0]}",
-            remedy="write one conversation per file: padding cannot be told from text here",
-        )  # fmt: skip
-    if len(shape) != axes:
-        raise CaptureError(
-            source.path, key, expected=f"{axes} axes, or one more in front of length 1", found=str(shape),
-            remedy="recapture with the framework's own script",
-        )  # fmt: skip
-    return value, shape
 
 
 def _ratio(source: Source, pair: Pair) -> float | None:
@@ -597,18 +345,18 @@ def _fits_pair(pair: Pair) -> Callable[[Source], tuple[str, ...] | None]:
 def _read_pair(pair: Pair) -> Callable[[Source], Content]:
     def read(source: Source) -> Content:
         path = source.path
-        ids = _ids(source, "input_ids", batch=True)
-        mask = _mask(source, batch=True) if "loss_mask" in source.values else None
-        last, last_shape = _rows(source, pair.last, 2)
-        _check_states(path, pair.last, last_shape, last.dtype, len(ids))
+        ids = token_ids(source, "input_ids", batch=True)
+        mask = loss_mask(source, batch=True) if "loss_mask" in source.values else None
+        last, last_shape = rows(source, pair.last, 2)
+        check_states(path, pair.last, last_shape, last.dtype, len(ids))
         width, notes = last_shape[1], [UNNAMED, pair.about_final, *pair.notes]
-        if _tensor(source, pair.aux).shape == (0,):
+        if tensor(source, pair.aux).shape == (0,):
             # Model-Optimizer's vLLM dump of a single layer: an empty tensor in place of the aux states.
             names, readers = (), {}
             notes[0] = f"{pair.aux} is empty: only the last state was captured"
         else:
-            aux, shape = _rows(source, pair.aux, 2)
-            _check_states(path, pair.aux, shape, aux.dtype, len(ids))
+            aux, shape = rows(source, pair.aux, 2)
+            check_states(path, pair.aux, shape, aux.dtype, len(ids))
             _check_widths(source, pair, shape[1], width)
             k = shape[1] // width
             if k == 1:

@@ -55,3 +55,7 @@ class MetricError(WorkbookError):
 
 class EngineError(WorkbookError):
     """The serving engine is absent, cannot express what was asked, or did not do it."""
+
+
+class ReportError(WorkbookError):
+    """A report that cannot be made as asked, read, or compared."""

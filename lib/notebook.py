@@ -198,10 +198,26 @@ def clean(notebook) -> None:
         tags = cell.metadata.get("tags")
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code":
-            cell.outputs = [
-                o for o in cell.outputs
-                if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
-            ]  # fmt: skip
+            cell.outputs = _without_progress(
+                [
+                    o for o in cell.outputs
+                    if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+                ]
+            )  # fmt: skip
+
+
+def _without_progress(outputs: list) -> list:
+    """Printed text as it stands at the end: pieces joined, what a progress bar overwrote left out."""
+    kept: list = []
+    for output in outputs:
+        if output.output_type == "stream" and kept and kept[-1].get("name") == output.name:
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    for output in kept:
+        if output.output_type == "stream":
+            output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
+    return [o for o in kept if o.output_type != "stream" or o.text.strip()]
 
 
 def write(paths: list[Path]) -> None:

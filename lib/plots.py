@@ -20,6 +20,8 @@ from lib.sweep import Sweep
 COLOURS = {
     "trained": "#0072B2",
     "served": "#D55E00",
+    "best": "#0072B2",  # in a report: the wiring that wins, and the one the files declare
+    "declared": "#D55E00",
     "control": "#999999",
     "other": "#B8C4CC",
     "trainer's log": "#009E73",
@@ -180,7 +182,7 @@ def plot_speed_by_depth(
     axes.axhline(1, color="black", lw=0.8)
     if marked is not None:
         axes.axvline(marked, color=COLOURS["control"], lw=6, alpha=0.3)
-    axes.set_xlabel("draft tokens a round (dots: measured live)")
+    axes.set_xlabel("draft tokens a round (dots: measured live)" if measured else "draft tokens a round")
     axes.set_ylabel("speed / no speculation")
     axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left")

@@ -37,32 +37,43 @@ def load_pickle(path: Path, error: type[WorkbookError]):
     return loaded
 
 
-def _check_plain(path: Path, value, error: type[WorkbookError], where: str = "file") -> None:
+def _check_plain(path: Path, value, error: type[WorkbookError]) -> None:
     """Every tensor is dense and holds its own numbers: what weights and states are, and nothing stranger.
 
     A sparse, nested, quantised or empty-shelled ("meta") tensor passes `weights_only`, and so does a view
     that repeats few stored numbers a billion times; each fails later, far from its cause.
     """
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_plain(path, item, error, str(key))
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_plain(path, item, error, f"{where}[{i}]")
-    elif isinstance(value, Tensor):
-        plain = value.layout == torch.strided and not (value.is_quantized or value.is_nested)
-        if not plain or value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
-            kind = "quantised" if value.is_quantized else "nested" if value.is_nested else value.layout
-            raise error(
-                path, where, expected="a plain dense tensor", found=f"{kind} on {value.device.type}",
-                remedy="save it dense (tensor.to_dense(), dequantize()) from the framework that wrote it",
-            )  # fmt: skip
-        stored = value.untyped_storage().nbytes()
-        if value.numel() * value.element_size() > stored:
-            raise error(
-                path, where, expected=f"{tuple(value.shape)} numbers of its own",
-                found=f"a view of {stored} bytes", remedy="save tensor.contiguous()",
-            )  # fmt: skip
+    # A stack and not recursion, and every container once: a pickle's list may be deep, or hold itself.
+    left, seen = [("file", value)], set()
+    while left:
+        where, item = left.pop()
+        if isinstance(item, Tensor):
+            _check_tensor(path, where, item, error)
+        elif isinstance(item, Mapping | list | tuple) and id(item) not in seen:
+            seen.add(id(item))
+            keyed = isinstance(item, Mapping)
+            inside = [
+                ((str(k) if keyed else f"{where}[{k}]")[:200], v)
+                for k, v in (item.items() if keyed else enumerate(item))
+                if isinstance(v, Tensor | Mapping | list | tuple)
+            ]
+            left += reversed(inside)
+
+
+def _check_tensor(path: Path, where: str, value: Tensor, error: type[WorkbookError]) -> None:
+    plain = value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+    if not plain or value.device.type != "cpu" or type(value) not in (Tensor, torch.nn.Parameter):
+        kind = "quantised" if value.is_quantized else "nested" if value.is_nested else value.layout
+        raise error(
+            path, where, expected="a plain dense tensor", found=f"{kind} on {value.device.type}",
+            remedy="save it dense (tensor.to_dense(), dequantize()) from the framework that wrote it",
+        )  # fmt: skip
+    stored = value.untyped_storage().nbytes()
+    if value.numel() * value.element_size() > stored:
+        raise error(
+            path, where, expected=f"{tuple(value.shape)} numbers of its own",
+            found=f"a view of {stored} bytes", remedy="save tensor.contiguous()",
+        )  # fmt: skip
 
 
 class TensorFile:
@@ -203,7 +214,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from disk, or CheckpointError."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise CheckpointError(
             path, "json", expected="a readable JSON file", found=str(err)[:200],
             remedy="download or write it again",

@@ -301,6 +301,42 @@ def speed_explorer(
     return _shell({"depth": slider}, draw)
 
 
+def costs_view(gains: Mapping[str, pd.Series], verify_cost: float, draft_cost: float) -> Figure:
+    """Predicted speed against draft tokens, for costs in plain decoding steps.
+
+    Args:
+        gains: wiring ("declared", "best") -> tokens per round (bonus included) by draft tokens.
+        verify_cost: a target pass over a round's tokens. draft_cost: one draft token.
+    """
+    tables = {
+        name: pd.DataFrame({"ratio": gain / (verify_cost + draft_cost * gain.index.to_numpy())})
+        for name, gain in gains.items()
+    }
+    title = f"Target pass {verify_cost:g} plain steps, a draft token {draft_cost:g}"
+    return plot_speed_by_depth(tables, {}, title)
+
+
+def costs_explorer(gains: Mapping[str, pd.Series], verify_cost: float, draft_cost: float) -> widgets.VBox:
+    """Move the costs of a round; see where speculation pays under each wiring."""
+    controls = {
+        name: widgets.FloatSlider(
+            value, min=min(low, value), max=max(high, value), step=0.01, description=text,
+            continuous_update=False, style={"description_width": "8em"},
+        )
+        for name, value, low, high, text in (
+            ("verify_cost", verify_cost, 0.5, 5.0, "target pass"),
+            ("draft_cost", draft_cost, 0.0, 1.0, "a draft token"),
+        )
+    }  # fmt: skip
+
+    def draw(verify_cost: float, draft_cost: float) -> None:
+        figure = costs_view(gains, verify_cost, draft_cost)
+        display(figure)
+        plt.close(figure)
+
+    return _shell(controls, draw)
+
+
 def token_decoder(folder) -> Callable[[int], str]:
     """Target id -> text, from the target's own `tokenizer.json`."""
     from tokenizers import Tokenizer

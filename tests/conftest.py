@@ -24,3 +24,14 @@ def root() -> Path:
 def rng() -> torch.Generator:
     """A seeded generator; tests never use the global one."""
     return torch.Generator().manual_seed(2025)
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """IPython as a notebook has it, so that what a callback displays can be read."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    yield InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    InteractiveShell.clear_instance()

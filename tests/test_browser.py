@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "artefacts" / "browser"
 
 # Each has one explorer.
-NOTEBOOKS = [f"{number}_*.ipynb" for number in ("00", "01", "02", "03", "04", "05", "09")]
+NOTEBOOKS = [f"{number}_*.ipynb" for number in ("00", "01", "02", "03", "04", "05", "07", "09")]
 
 SECONDS_TO_START = 180  # a cold JupyterLab on two busy cores
 SECONDS_TO_RUN = 1500  # a whole notebook, with another job on the machine
@@ -333,3 +333,29 @@ def test_notebook_runs_and_its_explorer_responds(pattern: str, lab: Lab, page: w
     except BaseException:
         screenshot("failed")
         raise
+
+
+@pytest.mark.slow
+def test_the_form_of_notebook_07_makes_a_report(lab: Lab, page: webdriver.Chrome) -> None:
+    """Set the number of files, press the button: the answers appear, the files are written."""
+    (notebook,) = (lab.root / "notebooks").glob("07_*.ipynb")
+    open_notebook(page, lab, f"notebooks/{notebook.name}")
+    run_all(page)
+    show(page, ".request-form")
+    limit = page.find_element(By.CSS_SELECTOR, ".request-form input[type=number]")
+    limit.send_keys(Keys.CONTROL, "a")
+    limit.send_keys("2", Keys.TAB)
+    page.find_element(By.CSS_SELECTOR, ".request-form button.mod-primary").send_keys(Keys.ENTER)
+
+    def written() -> bool:
+        text = page.find_element(By.CSS_SELECTOR, ".request-form").text
+        return "report.json" in text and is_idle(page)
+
+    try:
+        wait_for("the form's report", written, SECONDS_TO_RESPOND)
+    finally:
+        show(page, ".request-form button.mod-primary")
+        page.save_screenshot(str(SCREENSHOTS / f"{notebook.stem}.form.png"))
+    no_error_shown(page)
+    made = json.loads(next((lab.root / "reports").glob("*/report.json")).read_text())
+    assert len(made["files"]["read"]) == 2

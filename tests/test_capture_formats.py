@@ -230,8 +230,31 @@ def swapped(a, b):
     return lambda data, made: data | {a: data[b], b: data[a]}
 
 
+def holds_itself():
+    endless = []
+    endless.append(endless)
+    return endless
+
+
+def wrapped(tensor, times):
+    return tensor if times == 0 else [wrapped(tensor, times - 1)]
+
+
 F8 = torch.float8_e4m3fn
+SPARSE, VIEW = torch.eye(3).to_sparse(), torch.ones(1, 1).expand(1 << 20, 1 << 20)
 BAD = [
+    ("specforge", "meta last", with_(hidden_state=lambda t: t.to("meta")),
+     "hidden_state", "plain dense.*meta"),
+    ("specforge", "nested mask", with_(loss_mask=torch.nested.nested_tensor([torch.ones(3)])),
+     "loss_mask", "plain dense.*nested"),
+    ("modelopt-hf", "a view of 4 TiB", with_(aux_hidden_states=VIEW),
+     "aux_hidden_states", "a view of 4 bytes"),
+    ("speculators-legacy", "sparse in a list", with_(hidden_states=lambda s: [*s, SPARSE]),
+     r"hidden_states\[4\]", "plain dense.*sparse"),
+    ("speculators-legacy", "sparse deep inside", with_(hidden_states=lambda s: wrapped(SPARSE, 90)),
+     r"hidden_states(\[0\])+.*", "plain dense.*sparse"),
+    ("speculators-legacy", "a list that holds itself", with_(hidden_states=holds_itself()),
+     "hidden_states", r"a list of \[positions"),
     ("specforge", "loss mask missing", without("loss_mask"), "keys", r"missing \['loss_mask'\]"),
     ("specforge", "aux missing", without("aux_hidden_state"), "hidden_state", "EAGLE-1"),
     ("specforge", "surplus key", with_(notes=torch.ones(1)), "keys", r"unexpected \['notes'\]"),

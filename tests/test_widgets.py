@@ -11,10 +11,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
-from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib.figure import Figure
-from traitlets.config import Config
 
 from lib.captures import open_capture
 from lib.checkpoints import load_draft
@@ -25,6 +23,8 @@ from lib.widgets import (
     ROUND_COLOURS,
     SHOWN,
     conversation_explorer,
+    costs_explorer,
+    costs_view,
     learning_explorer,
     norms_explorer,
     norms_view,
@@ -54,14 +54,6 @@ def toy(tmp_path_factory):
     ]
     captures = [open_capture(f, taps=TAPS) for f in files]
     return DraftForward(draft), draft.contract.change(taps=TAPS[:3]), captures
-
-
-@pytest.fixture
-def shell(tmp_path, monkeypatch):
-    """IPython as a notebook has it, so that what a callback displays can be read."""
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    yield InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
-    InteractiveShell.clear_instance()
 
 
 def decode(token: int) -> str:
@@ -387,6 +379,28 @@ def test_speed_explorer_shows_every_depth(shell):
         assert cells == [rows[c][depth] for rows in predicted.values() for c in columns], depth
         assert "Figure" in figure["text/plain"]
     assert plt.get_fignums() == before
+
+
+def test_costs_view_is_the_arithmetic_of_a_round():
+    """Ratio = tokens per round / (target pass + draft tokens x cost of one), for each wiring and depth."""
+    gains = {"declared": pd.Series([1.2, 1.4], [1, 2]), "best": pd.Series([1.6, 2.4], [1, 2])}
+    figure = costs_view(gains, 1.5, 0.25)
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert lines["declared, predicted"] == pytest.approx([1.2 / 1.75, 1.4 / 2.0])
+    assert lines["best, predicted"] == pytest.approx([1.6 / 1.75, 2.4 / 2.0])
+    assert "1.5" in figure.axes[0].get_title(loc="left") and "0.25" in figure.axes[0].get_title(loc="left")
+    plt.close(figure)
+
+
+def test_costs_explorer_reacts_to_both_costs(shell):
+    """Each slider redraws, and starts at the given cost even outside its usual range."""
+    gains = {"declared": pd.Series([1.2, 1.4], [1, 2])}
+    with capture_output():
+        box = costs_explorer(gains, 7.5, 0.0)
+    assert controls(box)["target pass"].value == 7.5 and controls(box)["a draft token"].value == 0.0
+    for name, value in (("target pass", 2.0), ("a draft token", 0.5)):
+        (seen,) = change(box, name, value)
+        assert "image/png" in seen or "Figure" in seen["text/plain"]
 
 
 def test_errors_show_and_free_the_controls(toy, shell):
