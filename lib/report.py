@@ -299,9 +299,10 @@ def make(request: Request, notebook: Path | None = None) -> Path:
 
     The notebook finds every part finished, so its own run takes seconds.
     """
+    import nbformat
     import papermill
 
-    from lib.notebook import NOTEBOOKS, html
+    from lib.notebook import NOTEBOOKS, clean, html
 
     # The notebook runs in its own folder: local paths must not depend on where this one runs.
     places = ("draft", "captures", "target", "finals", "loss_masks")
@@ -323,6 +324,9 @@ def make(request: Request, notebook: Path | None = None) -> Path:
             folder / "report.ipynb", f"cell {err.exec_count}", expected="a notebook that runs through",
             found=f"{err.ename}: {err.evalue}"[:300], remedy="open it: it stops at the cell at fault",
         ) from err  # fmt: skip
+    written = nbformat.read(folder / "report.ipynb", as_version=4)
+    clean(written)  # a page without a kernel has no use for controls, nor a reader for passed progress
+    nbformat.write(written, folder / "report.ipynb")
     html([folder / "report.ipynb"], folder)
     return folder
 

@@ -698,7 +698,7 @@ def check(results: list[dict], cases: range) -> None:
     assert [r["case"] for r in results] == list(cases)
     ends = Counter((r["format"], r["ended"]) for r in results)
     for name in {r["format"] for r in results}:
-        assert ends[name, "error"] > 0.3 * (ends[name, "error"] + ends[name, "value"]), (name, ends)
+        assert ends[name, "error"] > 0.05 * (ends[name, "error"] + ends[name, "value"]), (name, ends)
 
 
 def test_500_damaged_files_end_in_a_value_or_one_typed_error(templates, tmp_path):

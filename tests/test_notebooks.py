@@ -33,7 +33,8 @@ def facts(path) -> dict[str, dict]:
 def test_the_notebooks_of_the_arc_exist():
     """Numbers are the reading order, each used once."""
     numbers = [p.name[:2] for p in FILES]
-    assert {"00", "01", "02", "03", "04", "05", "07", "09"} <= set(numbers) and len(set(numbers)) == len(numbers)
+    expected = {"00", "01", "02", "03", "04", "05", "07", "09"}
+    assert expected <= set(numbers) and len(set(numbers)) == len(numbers)
 
 
 # ---- as stored ------------------------------------------------------------------------------------
