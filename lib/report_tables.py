@@ -134,10 +134,10 @@ class Report:
         return pd.DataFrame(rows).set_index("name")
 
     def skipped_table(self) -> pd.DataFrame:
-        """One row per file that was not read, and why."""
-        return pd.DataFrame(self.data["files"]["skipped"], columns=["file", "kind", "error"]).set_index(
-            "file"
-        )
+        """One row per file that was not read: its name, and the whole error without its path."""
+        skipped = self.data["files"]["skipped"]
+        rows = [(Path(f["file"]).name, f["kind"], f["error"].removeprefix(f"{f['file']}: ")) for f in skipped]
+        return pd.DataFrame(rows, columns=["file", "kind", "error"]).set_index("file")
 
     def norms_table(self) -> pd.DataFrame:
         """As `norms.norm_table`."""

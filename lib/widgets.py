@@ -14,6 +14,7 @@ import ipywidgets as widgets
 import matplotlib.pyplot as plt
 import pandas as pd
 from IPython.display import HTML, display
+from IPython.utils.capture import capture_output
 from matplotlib.figure import Figure
 
 from lib.captures import Capture
@@ -139,16 +140,26 @@ def token_view(
 
 
 def _shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) -> widgets.VBox:
-    """Controls above an output that `draw(**values)` fills; redrawn whenever a value changes."""
+    """Controls above an output that `draw(**values)` fills; redrawn whenever a value changes.
+
+    What is drawn is collected here and handed over whole. `with output:` would ask the front end to
+    collect it, and nbclient, which plays the front end when no browser is there, sometimes stops then
+    (nbclient#312: the cell never ends).
+    """
     output = widgets.Output()
 
     def update(_change=None) -> None:
-        output.clear_output(wait=True)
-        with output:
+        with capture_output() as seen:
             try:
                 draw(**{name: control.value for name, control in controls.items()})
             except WorkbookError as err:
                 print(err)
+        said = [{"output_type": "stream", "name": "stdout", "text": seen.stdout}] if seen.stdout else []
+        shown = [
+            {"output_type": "display_data", "data": o.data, "metadata": o.metadata or {}}
+            for o in seen.outputs
+        ]
+        output.outputs = (*said, *shown)
 
     for control in controls.values():
         control.observe(update, names="value")
@@ -319,13 +330,14 @@ def costs_view(gains: Mapping[str, pd.Series], verify_cost: float, draft_cost: f
 def costs_explorer(gains: Mapping[str, pd.Series], verify_cost: float, draft_cost: float) -> widgets.VBox:
     """Move the costs of a round; see where speculation pays under each wiring."""
     controls = {
-        name: widgets.FloatSlider(
-            value, min=min(low, value), max=max(high, value), step=0.01, description=text,
-            continuous_update=False, style={"description_width": "8em"},
+        name: widgets.SelectionSlider(
+            options=[(f"{v:g}", v) for v in sorted({value, *(round(step * i, 2) for i in range(1, 51))})],
+            value=value, description=text, continuous_update=False,
+            style={"description_width": "8em"},
         )
-        for name, value, low, high, text in (
-            ("verify_cost", verify_cost, 0.5, 5.0, "target pass"),
-            ("draft_cost", draft_cost, 0.0, 1.0, "a draft token"),
+        for name, value, step, text in (
+            ("verify_cost", verify_cost, 0.1, "target pass"),
+            ("draft_cost", draft_cost, 0.02, "a draft token"),
         )
     }  # fmt: skip
 

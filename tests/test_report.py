@@ -573,3 +573,13 @@ def test_build_does_not_import_the_notebook_stack():
     code = "import lib.report, sys; print([m for m in ('papermill', 'nbconvert') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_skipped_table_keeps_the_whole_message():
+    """File names without their folders, and what to do at the end of each message."""
+    error = "/long/way/data_9.pt: pickle: expected tensors, found nothing. What to do: save it again"
+    report = Report(
+        {"files": {"skipped": [{"file": "/long/way/data_9.pt", "kind": "CaptureError", "error": error}]}}
+    )
+    (row,) = report.skipped_table().itertuples()
+    assert row.Index == "data_9.pt" and row.error == error.removeprefix("/long/way/data_9.pt: ")

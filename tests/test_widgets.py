@@ -11,7 +11,6 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
-from IPython.utils.capture import capture_output
 from matplotlib.figure import Figure
 
 from lib.captures import open_capture
@@ -237,17 +236,28 @@ def test_token_view_escapes_its_text(toy):
     assert "&lt;script&gt;" in view and "of &lt;i&gt;: " in view and "&lt;u&gt;" in view
 
 
+def shown(box) -> list[dict]:
+    """What an explorer shows, after making sure that nothing failed."""
+    outputs = box.children[1].outputs
+    assert all(o["output_type"] == "display_data" for o in outputs), outputs
+    return [o["data"] for o in outputs]
+
+
+def change(box, name: str, value) -> list[dict]:
+    """Set one control; what is shown then."""
+    controls(box)[name].value = value
+    return shown(box)
+
+
 def test_norms_explorer_reacts(toy, shell):
     """Both controls redraw: a figure per change, and none left open behind."""
     _, _, captures = toy
     before = plt.get_fignums()
-    with capture_output() as first:
-        box = norms_explorer(captures)
-    assert "explorer" in box._dom_classes and len(first.outputs) == 1
+    box = norms_explorer(captures)
+    assert "explorer" in box._dom_classes and len(shown(box)) == 1
     for name, value in (("tap", captures[0].taps[3]), ("text", 2)):
-        with capture_output() as seen:
-            controls(box)[name].value = value
-        assert len(seen.outputs) == 1 and "Figure" in seen.outputs[0].data["text/plain"], name
+        (seen,) = change(box, name, value)
+        assert "Figure" in seen["text/plain"], name
     assert plt.get_fignums() == before
 
 
@@ -255,51 +265,31 @@ def test_wiring_explorer_reacts(toy, shell):
     """Every control changes what is shown, and what is shown is the pure view of the choices."""
     forward, contract, captures = toy
     other = contract.change(norm_before_residual=True)
-    with capture_output() as first:
-        box = wiring_explorer({"a": forward, "b": forward}, {"a": contract, "b": other}, captures, decode)
-    shown = [first.outputs[0].data["text/html"]]
-    assert shown[0] == wiring_view(forward, captures, contract, contract.taps, 0, decode)
-    by_name = controls(box)
-    assert list(by_name) == ["draft", "slot 0", "slot 1", "slot 2", "text"]
+    box = wiring_explorer({"a": forward, "b": forward}, {"a": contract, "b": other}, captures, decode)
+    views = [shown(box)[0]["text/html"]]
+    assert views[0] == wiring_view(forward, captures, contract, contract.taps, 0, decode)
+    assert list(controls(box)) == ["draft", "slot 0", "slot 1", "slot 2", "text"]
     for name, value in (("text", 1), ("slot 0", captures[0].taps[3]), ("draft", "b")):
-        with capture_output() as seen:
-            by_name[name].value = value
-        shown.append(seen.outputs[0].data["text/html"])
+        views.append(change(box, name, value)[0]["text/html"])
     taps = [captures[0].taps[3], *contract.taps[1:]]
-    assert shown[-1] == wiring_view(forward, captures, other, taps, 1, decode)
-    assert len(set(shown)) == 4, "a control changed nothing"
+    assert views[-1] == wiring_view(forward, captures, other, taps, 1, decode)
+    assert len(set(views)) == 4, "a control changed nothing"
 
 
 def test_conversation_explorer_reacts(toy, shell):
     """One slider: the view of the chosen text under the one contract given."""
     forward, contract, captures = toy
-    with capture_output():
-        box = conversation_explorer(forward, captures, contract, decode)
-    with capture_output() as seen:
-        controls(box)["text"].value = 2
+    box = conversation_explorer(forward, captures, contract, decode)
     wanted = wiring_view(forward, captures, contract, contract.taps, 2, decode)
-    assert seen.outputs[0].data["text/html"] == wanted
+    assert change(box, "text", 2)[0]["text/html"] == wanted
 
 
 def test_learning_explorer_draws_every_metric(shell):
     """Each column of a training log can be chosen, and the axis names it."""
     rows = {"step": [100, 100], "split": ["train", "heldout"], "loss": [2.0, 2.1], "full_acc_0": [0.4, 0.3]}
-    with capture_output():
-        box = learning_explorer({"(a)": pd.DataFrame(rows)})
-    metric = controls(box)["metric"]
-    assert metric.options == ("loss", "full_acc_0")
-    with capture_output() as seen:
-        metric.value = "full_acc_0"
-    assert "Figure" in seen.outputs[0].data["text/plain"]
-
-
-def change(box, name: str, value) -> list[dict]:
-    """Set one control; what was displayed, after making sure that nothing failed."""
-    with capture_output() as seen:
-        controls(box)[name].value = value
-    printed = seen.stdout.replace("\x1b[2K\r", "")  # what clears an output where there is no browser
-    assert not printed and not seen.stderr, printed + seen.stderr
-    return [output.data for output in seen.outputs]
+    box = learning_explorer({"(a)": pd.DataFrame(rows)})
+    assert controls(box)["metric"].options == ("loss", "full_acc_0")
+    assert "Figure" in change(box, "metric", "full_acc_0")[0]["text/plain"]
 
 
 def test_rounds_explorer_shows_every_choice(shell):
@@ -308,46 +298,43 @@ def test_rounds_explorer_shows_every_choice(shell):
         "plain": [generation((), (), 0, plain=n) for n in (4, 5, 6)],
         "drafted": [generation([n, 0], [n + 1, 1], 3) for n in (0, 1, 3)],
     }
-    with capture_output() as first:
-        box = rounds_explorer(runs, decode)
-    assert first.outputs[0].data["text/html"] == rounds_view(runs["drafted"][0], decode)
+    box = rounds_explorer(runs, decode)
+    assert shown(box)[0]["text/html"] == rounds_view(runs["drafted"][0], decode)
     assert (controls(box)["prompt"].min, controls(box)["prompt"].max) == (0, 2)
-    shown = set()
+    views = set()
     for name, order in (("plain", (1, 2, 0)), ("drafted", (1, 2, 0))):
         change(box, "deployment", name)
         for prompt in order:
             (seen,) = change(box, "prompt", prompt)
             assert seen["text/html"] == rounds_view(runs[name][prompt], decode)
-            shown.add(seen["text/html"])
-    assert len(shown) == 6, "two choices look the same"
+            views.add(seen["text/html"])
+    assert len(views) == 6, "two choices look the same"
 
 
 def test_rounds_explorer_offers_the_prompts_that_all_have(shell):
     """Where a deployment answered fewer prompts, the slider ends with it."""
     one = generation([1], [2], 3)
-    with capture_output():
-        box = rounds_explorer({"a": [one, one, one], "b": [one, one]}, decode)
+    box = rounds_explorer({"a": [one, one, one], "b": [one, one]}, decode)
     assert controls(box)["prompt"].max == 1
 
 
 def test_token_explorer_shows_every_position(toy, shell):
     """Every position of every text, also those that only the longest one has."""
     forward, contract, captures = toy
-    with capture_output() as first:
-        box = token_explorer(forward, captures, {"only": contract}, decode)
+    box = token_explorer(forward, captures, {"only": contract}, decode)
     slider = controls(box)["position"]
-    assert first.outputs[0].data["text/html"] == token_view(
+    assert shown(box)[0]["text/html"] == token_view(
         forward, captures[0], {"only": contract}, slider.value, decode
     )
     assert (slider.min, slider.max) == (0, len(captures[2].scored) - 1)
     for conversation in (1, 2, 0):
-        shown = [change(box, "text", conversation)[0]["text/html"]]
+        views = [change(box, "text", conversation)[0]["text/html"]]
         for index in (*range(slider.value + 1, slider.max + 1), *range(slider.value + 1)):
             (seen,) = change(box, "position", index)
-            shown.append(seen["text/html"])
+            views.append(seen["text/html"])
         # each scored pair has a view of its own, and the slider's whole range reached all of them
-        assert len(set(shown)) == len(captures[conversation].scored)
-        assert shown[-1] == token_view(
+        assert len(set(views)) == len(captures[conversation].scored)
+        assert views[-1] == token_view(
             forward, captures[conversation], {"only": contract}, slider.value, decode
         )
 
@@ -355,9 +342,8 @@ def test_token_explorer_shows_every_position(toy, shell):
 def test_token_explorer_of_short_texts(toy, shell):
     """Fewer positions than the slider's first value: it starts at the last one."""
     forward, contract, captures = toy
-    with capture_output() as first:
-        box = token_explorer(forward, [captures[0].first(12)], {"only": contract}, decode)
-    assert controls(box)["position"].value == controls(box)["position"].max < 12 and len(first.outputs) == 1
+    box = token_explorer(forward, [captures[0].first(12)], {"only": contract}, decode)
+    assert controls(box)["position"].value == controls(box)["position"].max < 12 and len(shown(box)) == 1
 
 
 def test_speed_explorer_shows_every_depth(shell):
@@ -369,10 +355,9 @@ def test_speed_explorer_shows_every_depth(shell):
     }
     measured = {"trained": {2: Speed((10.0, 12.0), (0.7, 0.8), 1.7)}}
     before = plt.get_fignums()
-    with capture_output() as first:
-        box = speed_explorer(predicted, measured)
+    box = speed_explorer(predicted, measured)
     slider = controls(box)["draft tokens"]
-    assert slider.options == (1, 2, 8) and slider.value == 1 and len(first.outputs) == 2
+    assert slider.options == (1, 2, 8) and slider.value == 1 and len(shown(box)) == 2
     for depth in (2, 8, 1):
         table, figure = change(box, "draft tokens", depth)
         cells = [float(cell) for cell in re.findall("<td>(.*?)</td>", table["text/html"])]
@@ -395,8 +380,7 @@ def test_costs_view_is_the_arithmetic_of_a_round():
 def test_costs_explorer_reacts_to_both_costs(shell):
     """Each slider redraws, and starts at the given cost even outside its usual range."""
     gains = {"declared": pd.Series([1.2, 1.4], [1, 2])}
-    with capture_output():
-        box = costs_explorer(gains, 7.5, 0.0)
+    box = costs_explorer(gains, 7.5, 0.0)
     assert controls(box)["target pass"].value == 7.5 and controls(box)["a draft token"].value == 0.0
     for name, value in (("target pass", 2.0), ("a draft token", 0.5)):
         (seen,) = change(box, name, value)
@@ -408,14 +392,11 @@ def test_errors_show_and_free_the_controls(toy, shell):
     forward, contract, captures = toy
     short = captures[0]
     none = replace(short, loss_mask=short.loss_mask & False)
-    with capture_output():
-        box = wiring_explorer({"a": forward}, {"a": contract}, [short, none], decode)
-    with capture_output() as failed:
-        controls(box)["text"].value = 1
-    assert "What to do:" in failed.stdout and not failed.outputs
-    with capture_output() as again:
-        controls(box)["text"].value = 0
-    assert "in-vocab tokens right" in again.outputs[0].data["text/html"]
+    box = wiring_explorer({"a": forward}, {"a": contract}, [short, none], decode)
+    controls(box)["text"].value = 1
+    (failed,) = box.children[1].outputs
+    assert failed["output_type"] == "stream" and "What to do:" in failed["text"]
+    assert "in-vocab tokens right" in change(box, "text", 0)[0]["text/html"]
 
 
 @pytest.mark.slow
