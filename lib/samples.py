@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +28,7 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
 
-from lib.captures import Capture, open_folder, save_capture
+from lib.captures import FINAL, Capture, open_capture, open_folder, save_capture
 from lib.checkpoints import Draft, load_draft
 from lib.errors import CaptureError
 from lib.taps import Tap
@@ -71,6 +73,83 @@ def captures(limit: int | None = None, root: Path = SAMPLES) -> list[Capture]:
     finals = open_folder(root / "captures" / "final", limit=limit).captures
     files = incident_captures(limit, root)
     return [c.named(STORED_TAPS).with_final(f) for c, f in zip(files, finals, strict=True)]
+
+
+# What a wiring is compared with: the samples' taps, the default triple, their neighbours, the last blocks.
+WIDE_TAPS = tuple(map(Tap, (0, 1, 2, 3, 4, 15, 16, 17, 18, 27, 28, 29, 30)))
+# Half a bf16 step is 2^-9 of a value, two fp32 runs differ far less: twice that, of a row's largest value.
+ROUNDING = 2**-8
+
+
+def wide_captures(
+    taps: Sequence[Tap] = WIDE_TAPS,
+    limit: int | None = None,
+    *,
+    root: Path = SAMPLES,
+    work: Path | None = None,
+) -> list[Capture]:
+    """The held-out conversations recaptured by the live target (fp32) at many taps, final state included.
+
+    Kept in `work` (default `.work/wide`, 8 MB a conversation), one file each; a file that lacks a tap or is
+    of other tokens is made again. What is made is compared with the shipped bf16 captures where both have it.
+
+    Raises CaptureError if they differ by more than rounding.
+    """
+    work = work or WORK / "wide"
+    wanted = tuple(dict.fromkeys(taps))
+    shipped, found, model = captures(limit, root), [], None
+    for i, capture in enumerate(shipped):
+        path = work / f"wide_{i}.safetensors"
+        wide = _read_wide(path, capture, wanted)
+        if wide is None:
+            from lib.target import ensure_target, load_target
+
+            model = model or load_target(ensure_target())
+            _record_wide(model, capture, dict.fromkeys((*WIDE_TAPS, *wanted)), path)
+            wide = _read_wide(path, capture, wanted)
+        found.append(wide)
+    return found
+
+
+def _read_wide(path: Path, shipped: Capture, taps: Sequence[Tap]) -> Capture | None:
+    """The finished file, its taps cut to those wanted; None if it has to be made."""
+    if not path.is_file():
+        return None
+    capture = open_capture(path)
+    fits = torch.equal(capture.token_ids, shipped.token_ids) and FINAL in capture.readers
+    if not fits or not set(taps) <= set(capture.taps):
+        return None
+    return replace(
+        capture, taps=tuple(taps), readers={name: capture.readers[name] for name in (*taps, FINAL)}
+    )  # fmt: skip
+
+
+def _record_wide(model, shipped: Capture, taps: Iterable[Tap], path: Path) -> None:
+    """Record one conversation, check it against the shipped capture, write it under its final name."""
+    from lib.target import record_states
+
+    taps = tuple(taps)
+    found = record_states(model, shipped.token_ids[None], (*taps, FINAL_TAP))
+    states = {tap: x[0] for tap, x in found.items()}  # (L, H) each
+    for name in (*STORED_TAPS, FINAL):
+        x, known = states[FINAL_TAP if name == FINAL else name], shipped.state(name).float()
+        off = ((x - known).abs().amax(-1) / known.abs().amax(-1)).max()
+        if not off <= ROUNDING:
+            raise CaptureError(
+                shipped.path, str(name), expected=f"the live target's states, within {ROUNDING:.2g} of a "
+                "row's largest value", found=f"{float(off):.3g} apart",
+                remedy="check data_samples (python -m lib.samples verify) and the cached target",
+            )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # a file of the final name is always whole
+    try:
+        save_capture(
+            unfinished, token_ids=shipped.token_ids, loss_mask=shipped.loss_mask,
+            states={t: states[t] for t in taps}, final=states[FINAL_TAP].clone(), final_kind="pre_norm",
+        )  # fmt: skip
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def target_head() -> TargetHead:
