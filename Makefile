@@ -59,16 +59,17 @@ notebooks: $(TEST) ## run the notebooks and write their outputs and facts
 	$(PY) -m lib.notebook write
 	$(PY) -m lib.arc readme
 
-# The report's options: make variable -> option of lib.report. An option left out takes the report's default.
-REPORT_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS DEVICE LIMIT DEPTH VERIFY_COST \
-  DRAFT_COST OUT
-option = $(if $($(1)),--$(subst _,-,$(shell echo $(1) | tr A-Z a-z)) "$($(1))")
+# Options: make variable -> option of lib.report. One left out takes the report's default; only those given to
+# make itself count, so that a DEVICE or OUT of the shell's environment changes no report.
+REPORT_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS DEVICE DTYPE LIMIT DEPTH \
+  VERIFY_COST DRAFT_COST OUT
+option = $(if $(filter command,$(origin $(1))),--$(subst _,-,$(shell echo $(1) | tr A-Z a-z)) "$($(1))")
 
 report: $(BASE) ## a report on your files: DRAFT=... CAPTURES=... [TARGET=... TAPS=... CONVENTION=... OUT=...]
 	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS),$(call option,$(name)))
 
-compare: $(BASE) ## two reports, paired: BEFORE=reports/x/report.json AFTER=reports/y/report.json
-	@$(PY) -m lib.report compare "$(BEFORE)" "$(AFTER)"
+compare: $(BASE) ## two reports, paired: BEFORE=.../report.json AFTER=.../report.json [WHICH=best OUT=file.json]
+	@$(PY) -m lib.report compare "$(BEFORE)" "$(AFTER)" $(call option,WHICH) $(call option,OUT)
 
 html: $(BASE) ## export the notebooks as single HTML files to html/
 	$(PY) -m lib.notebook html

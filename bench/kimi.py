@@ -132,14 +132,13 @@ def write(folder: Path, kind: str, sizes: Sizes) -> Path:
 
 
 def write_capture(folder: Path, sizes: Sizes) -> Path:
-    """One conversation as speculators and vLLM store it, `hs_0.safetensors`, unless it is there."""
+    """One conversation as speculators and vLLM store it, `hs_0.safetensors`; small, so written anew."""
     path = folder / "hs_0.safetensors"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        rng = torch.Generator().manual_seed(1)
-        states = torch.randn(sizes.tokens, len(TAPS), sizes.hidden, generator=rng).bfloat16()
-        ids = (sizes.vocab ** torch.rand(sizes.tokens, generator=rng)).long() - 1
-        save_file({"hidden_states": states, "token_ids": ids}, path)
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = torch.Generator().manual_seed(1)
+    states = torch.randn(sizes.tokens, len(TAPS), sizes.hidden, generator=rng).bfloat16()
+    ids = (sizes.vocab ** torch.rand(sizes.tokens, generator=rng)).long() - 1
+    save_file({"hidden_states": states, "token_ids": ids}, path)
     return path
 
 

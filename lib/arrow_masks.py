@@ -57,19 +57,45 @@ class ArrowMasks:
                 found=str(self.table.column_names), remedy="preprocess the dataset with a loss mask",
             )  # fmt: skip
 
-    def of(self, file: Path) -> Tensor:
-        """(L,) the mask of the row whose number the file carries."""
+    def of(self, file: Path, token_ids: Tensor | None = None) -> Tensor:
+        """(L,) the mask of the row whose number the file carries.
+
+        Args:
+            file: the capture.
+            token_ids: (L,) of the capture; compared with the row's `input_ids` if the dataset has them.
+
+        Raises CaptureError if there is no such row, or it is another text's.
+        """
         row = numeric(file)[0]
         if not 0 <= row < len(self.table):
             raise CaptureError(
                 file, "row", expected=f"a number below {len(self.table)}, rows of {self.folder}",
                 found=str(row), remedy="validation files start at an offset: pass their own dataset",
             )  # fmt: skip
-        mask = self.table.column("loss_mask")[row].as_py()
+        if token_ids is not None and "input_ids" in self.table.column_names:
+            self._check_text(file, row, token_ids)
+        return self._list("loss_mask", row, "a list of zeros and ones")
+
+    def _list(self, column: str, row: int, expected: str) -> Tensor:
+        """One cell as a tensor; CaptureError if it is no list of numbers."""
+        value = self.table.column(column)[row].as_py()
         try:
-            return torch.tensor(mask)
-        except (TypeError, ValueError, RuntimeError) as err:
+            return torch.tensor(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as err:
             raise CaptureError(
-                self.folder, f"loss_mask row {row}", expected="a list of zeros and ones",
-                found=type(mask).__name__, remedy="preprocess the dataset with a loss mask",
+                self.folder, f"{column} row {row}", expected=expected,
+                found=type(value).__name__, remedy="preprocess the dataset with a loss mask",
             ) from err  # fmt: skip
+
+    def _check_text(self, file: Path, row: int, token_ids: Tensor) -> None:
+        """A row of another text has a mask too, often one of the same length: the tokens tell."""
+        ids = self._list("input_ids", row, "a list of token ids").flatten()
+        n = min(len(ids), len(token_ids))
+        differ = (ids[:n].double() != token_ids[:n].double()).nonzero().flatten()
+        if len(differ):
+            at = int(differ[0])
+            raise CaptureError(
+                file, "token ids", expected=f"the tokens of row {row} of {self.folder}, whose mask this is",
+                found=f"id {int(token_ids[at])} in place of {ids[at].item()} at position {at}",
+                remedy="the dataset was shuffled or filtered after capturing: pass the one captured from",
+            )  # fmt: skip

@@ -286,7 +286,7 @@ def _read_legacy(source: Source) -> Content:
 
 def _read_workbook(source: Source) -> Content:
     path, values = source.path, source.values
-    taps = tuple(sorted(Tap(int(m[1])) for k in values if (m := re.fullmatch(r"tap\.(\d+)", k))))
+    taps = tuple(sorted(Tap(int(m[1])) for k in values if (m := re.fullmatch(r"tap\.(\d{1,6})", k))))
     states = {tap: f"tap.{tap.after_block}" for tap in taps}
     states |= {FINAL: FINAL} if FINAL in values else {}
     exact = Layout(frozenset({"token_ids", "loss_mask", *states.values()}), {}, _no_shapes, _read_workbook)

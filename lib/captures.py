@@ -28,6 +28,7 @@ from lib.taps import Stored, Tap, parse_tap
 NO_MASK = "no loss mask given: every position counts, the prompt too"
 KINDS = ("pre_norm", "post_norm")
 Names = Sequence[Tap | Stored | str | int]
+MaskOf = Callable[[Path, Tensor], Tensor]  # file and its token ids (L,) -> its loss mask (L,)
 # Files that frameworks leave beside captures, and why they are not captures.
 IGNORED = {
     r".*\.lock": "lock file of a writer",
@@ -215,36 +216,54 @@ def open_capture(
     Args:
         path: the file; its content decides what it is.
         taps: names of the stored states in stored order, where the layout does not record them; or
-            {number of stored states: names} for files of several kinds.
+            {number of stored states: names} for files of several kinds. Names never replace recorded taps:
+            one list that differs from them is an error, an entry of a mapping is noted and not used.
         loss_mask: (L,) for files without one.
         layout: only needed where the content fits two.
 
     Raises CaptureError for anything that is not a complete, well-formed capture.
     """
-    return _open(Path(path), taps, None if loss_mask is None else lambda _file: loss_mask, layout)
+    return _open(Path(path), taps, None if loss_mask is None else lambda _file, _ids: loss_mask, layout)
 
 
-def _open(path: Path, taps, mask_of: Callable[[Path], Tensor] | None, layout: str | None) -> Capture:
+def _open(path: Path, taps, mask_of: MaskOf | None, layout: str | None) -> Capture:
     if not path.is_file():
         raise CaptureError(
             path, "file", expected="a file", found="a folder" if path.is_dir() else "nothing there",
             remedy="check the path; open_folder() reads folders",
         )  # fmt: skip
     capture = _build(path, read_capture(path, layout), mask_of)
-    if isinstance(taps, Mapping):
-        taps = _names_for(capture, taps)
-    return capture.named(taps) if taps is not None else capture
+    return capture if taps is None else _name(capture, taps)
 
 
-def _names_for(capture: Capture, taps: Mapping[int, Names]) -> Names | None:
-    """The entry for this number of stored states; files that need no names may have none."""
-    n = len(capture.taps)
-    if n not in taps and any(isinstance(t, Stored) for t in capture.taps):
+def _name(capture: Capture, taps: Names | Mapping[int, Names]) -> Capture:
+    """Names for what the file leaves unnamed; what it records stays, for no argument knows better.
+
+    One list that contradicts recorded taps is an error; of a mapping, meant for several kinds of files,
+    the entry is left out with a note.
+    """
+    n, recorded = len(capture.taps), not any(isinstance(t, Stored) for t in capture.taps)
+    names = taps.get(n) if isinstance(taps, Mapping) else taps
+    if names is None and recorded:
+        return capture
+    if names is None:
         raise CaptureError(
             capture.path, "taps", expected=f"names for a file of {n} stored states",
             found=f"names for {sorted(taps)}", remedy="add a list of that length",
         )  # fmt: skip
-    return taps.get(n)
+    if not recorded:
+        return capture.named(names)
+    given = tuple(parse_tap(t) for t in names)
+    if given == capture.taps:
+        return capture
+    if isinstance(taps, Mapping):
+        note = f"the file records its taps itself; the {n} names given are not used for it"
+        return replace(capture, notes=(*capture.notes, note))
+    raise CaptureError(
+        capture.path, "taps", expected=f"{list(map(str, capture.taps))}, the taps that the file records",
+        found=f"{list(map(str, given))} given",
+        remedy="leave taps= out: names are for files that record none",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -414,7 +433,7 @@ def save_capture(
     save_file(tensors, path, metadata=metadata)
 
 
-def _build(path: Path, content: Content, mask_of: Callable[[Path], Tensor] | None) -> Capture:
+def _build(path: Path, content: Content, mask_of: MaskOf | None) -> Capture:
     """Checks that every layout shares; the only place a Capture is made."""
     ids, mask, notes = content.token_ids, content.loss_mask, list(content.notes)
     if int(ids.min()) < 0:
@@ -423,7 +442,7 @@ def _build(path: Path, content: Content, mask_of: Callable[[Path], Tensor] | Non
             remedy="remove the padding or ignore-index ids before capturing",
         )  # fmt: skip
     if mask is None and mask_of is not None:
-        mask = mask_of(path)
+        mask = mask_of(path, ids)
     elif mask is None:
         mask = torch.ones(len(ids))
         notes.append(NO_MASK)
@@ -436,7 +455,7 @@ def _build(path: Path, content: Content, mask_of: Callable[[Path], Tensor] | Non
         )  # fmt: skip
     if not ((mask == 0) | (mask == 1)).all():
         raise CaptureError(
-            path, "loss_mask", expected="zeros and ones", found=f"values up to {mask.max()}",
+            path, "loss_mask", expected="zeros and ones", found=f"values up to {mask.double().max():g}",
             remedy="store the mask as 0/1",
         )  # fmt: skip
     if not mask.any():

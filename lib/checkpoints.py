@@ -182,13 +182,13 @@ class _Loader:
         fc, slots = self._fc(hidden, target_hidden)
         embed = take("embed_tokens.weight", vocab, hidden, required=False)
         if embed is None:
-            embed = self._borrow("embed", "embed_tokens.weight", hidden)
+            embed = self._borrow("embed", "embed_tokens.weight", hidden, vocab)
         elif not torch.isfinite(embed[:16]).all():
             raise CheckpointError(
                 self.path, "embed_tokens.weight", expected="finite values", found="NaN or Inf",
                 remedy="the table was never loaded before saving: drop it and pass target=",
             )  # fmt: skip
-        lm_head = self._lm_head(hidden, embed)
+        lm_head = self._lm_head(hidden, vocab, embed)
         rows = lm_head.shape[0]
         declared = config.values.get("draft_vocab_size")
         if declared is not None and declared != rows:
@@ -235,7 +235,7 @@ class _Loader:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            eps=float(config.number(config.layer, "rms_norm_eps", 1e-6)),
+            eps=config.eps(),
             target_vocab=vocab,
             fc_norm=tuple(place(t, "fc_norm") for t in fc_norm),
             keys=tensors.keys,
@@ -283,14 +283,14 @@ class _Loader:
         self.notes.append("use_last_layernorm is false: lm_head sees the last layer's output as it is")
         return torch.ones(hidden, dtype=dtype)
 
-    def _lm_head(self, hidden: int, embed: Tensor) -> Tensor:
+    def _lm_head(self, hidden: int, vocab: int, embed: Tensor) -> Tensor:
         tied = self.config.flag("tie_word_embeddings", False)
         lm_head = self.tensors.take("lm_head.weight", None, hidden, required=False)
         if lm_head is None and tied and "embed_tokens.weight" in self.tensors:
             self.notes.append("lm_head.weight not in the checkpoint: embed_tokens (tie_word_embeddings)")
             return embed
         if lm_head is None:
-            return self._borrow("lm_head", "lm_head.weight", hidden)
+            return self._borrow("lm_head", "lm_head.weight", hidden, vocab)
         if tied:
             self.notes.append(
                 "tie_word_embeddings is true, and lm_head is in the file and used; SGLang would take the "
@@ -308,7 +308,8 @@ class _Loader:
         if fc_bias is not None and not declared:
             self.notes.append("fc.bias is in the file and used; SGLang drops it unless config has bias: true")
 
-    def _borrow(self, part: str, name: str, hidden: int) -> Tensor:
+    def _borrow(self, part: str, name: str, hidden: int, vocab: int) -> Tensor:
+        """The target's tensor: of the draft's width, with a row for every id of its vocabulary."""
         if self.target is None:
             raise CheckpointError(
                 self.path, name, expected="this tensor, or a target to take it from",
@@ -321,7 +322,15 @@ class _Loader:
                 found=f"{tensor.shape[1]} in {self.target.path}",
                 remedy="this draft belongs to another target",
             )  # fmt: skip
-        self.notes.append(f"{name} not in the checkpoint: the target's is used")
+        rows = tensor.shape[0]
+        if rows < vocab:
+            raise CheckpointError(
+                self.path, name, expected=f"a target with the {vocab} rows of vocab_size",
+                found=f"{rows} in {self.target.path}",
+                remedy="this draft belongs to another target, or vocab_size is not the target's",
+            )  # fmt: skip
+        more = "" if rows == vocab else f", whose {rows} rows are more than vocab_size {vocab}"
+        self.notes.append(f"{name} not in the checkpoint: the target's is used{more}")
         return tensor
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from lib.errors import ReportError
 from lib.metrics import bootstrap_interval, resample_weights
+from lib.parts import writing
+from lib.sweep import FEWEST
 
 SCHEMA = Path(__file__).with_name("report.schema.json")
 NAME, VERSION = "eagle3-workbook-report", 1
@@ -125,8 +127,8 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval leaves out zero, and is one: over `FEWEST` conversations at least."""
+        return self.conversations >= FEWEST and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ def compare(before: str | Path, after: str | Path, which: str = "declared") -> C
         before, after: paths.
         which: "declared" or "best" contract, of each report its own.
 
-    Raises ReportError for unreadable reports, other texts under one name, or no name in both.
+    Raises ReportError for unreadable reports, other texts or loss masks under one name, no name in both, or
+    nothing that counts in both.
     """
     if which not in ("declared", "best"):
         raise ReportError(
@@ -206,6 +209,11 @@ def compare(before: str | Path, after: str | Path, which: str = "declared") -> C
         if chosen[-1] != which:
             notes.append(f"{label}: the declared contract is the best one")
     sides = [[f[n][c] for n in paired] for f, c in zip(files, chosen, strict=True)]
+    _same_positions(files, sides, paired, before, after)
+    if len(paired) < FEWEST:
+        notes.append(
+            f"{len(paired)} conversations are too few for intervals (at least {FEWEST}): none is clear"
+        )
     if [s["tokens"] for s in sides[0]] != [s["tokens"] for s in sides[1]]:
         notes.append("the draft vocabularies differ: in-vocab metrics count other positions before and after")
     rows = []
@@ -219,7 +227,33 @@ def compare(before: str | Path, after: str | Path, which: str = "declared") -> C
     taps = tuple(tuple(d["results"][c]["taps"]) for d, c in zip(data, chosen, strict=True))
     only = [tuple(n for n in a if n not in b) for a, b in (files, files[::-1])]
     found = tuple(r for r in rows if r is not None)
+    if not found:
+        raise ReportError(
+            after, "files", expected="a conversation in which something is counted in both reports",
+            found=f"none of {len(paired)}", remedy="check the loss masks: texts without scored tokens",
+        )  # fmt: skip
     return Comparison(which, taps, found, paired, only[0], only[1], tuple(notes))
+
+
+def _same_positions(files: list[dict], sides: list[list], paired: tuple[str, ...], before, after) -> None:
+    """Raise ReportError where two reports score other positions of one text: other loss masks."""
+    depth = min(len(side[0]["counted"]) for side in sides)
+    for name, a, b in zip(paired, *sides, strict=True):
+        said = [
+            f"{f[name]['scored']} of {f[name]['positions']} positions, by depth {side['counted'][:depth]}"
+            for f, side in zip(files, (a, b), strict=True)
+        ]
+        if said[0] != said[1]:
+            raise ReportError(
+                after, f"files: {name}: scored", expected=f"what {before} scores of this text: {said[0]}",
+                found=said[1], remedy="make both reports with the same loss masks (loss_masks=...)",
+            )  # fmt: skip
+
+
+def save_comparison(found: Comparison, path: str | Path) -> None:
+    """Write a comparison as JSON. Raises ReportError where nothing can be written."""
+    with writing(path):
+        Path(path).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
 def _by_name(data: dict, where: str | Path) -> dict[str, dict]:

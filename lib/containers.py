@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -78,10 +78,13 @@ def open_source(path: Path) -> Source:
             path, "file", expected="a readable file", found=str(err),
             remedy="check the path and its permissions",
         ) from err  # fmt: skip
+    # First of all: the eight bytes before a safetensors header are its length, and may look like anything.
+    if head[8:9] == b"{":
+        return _open_safetensors(path)
     if head[:2] == b"\x1f\x8b":
         return _open_gzip(path)
     pickled = head[:4] == b"PK\x03\x04" or head[:1] == b"\x80"
-    if not pickled and (head[8:9] == b"{" or path.suffix == ".safetensors"):
+    if not pickled and path.suffix == ".safetensors":
         return _open_safetensors(path)
     if pickled or path.name.endswith((".pt", ".ckpt", ".ckpt.gz")):
         return Source(path, _values(path, _load_pickle(path)))
@@ -92,10 +95,17 @@ def open_source(path: Path) -> Source:
 
 
 def _open_safetensors(path: Path) -> Source:
-    def reader(name: str) -> Callable[..., Tensor]:
+    def reader(name: str, shape: tuple[int, ...]) -> Callable[..., Tensor]:
         def read(index=None) -> Tensor:
-            with safe_open(path, "pt") as f:
-                return f.get_tensor(name) if index is None else f.get_slice(name)[index]
+            try:
+                with safe_open(path, "pt") as f:
+                    part = f.get_slice(name)
+                    if tuple(part.get_shape()) == shape:
+                        return f.get_tensor(name) if index is None else part[index]
+                    found = f"{name} of shape {tuple(part.get_shape())}, which was {shape}"
+            except (SafetensorError, OSError) as err:
+                raise _changed(path, name, str(err)) from err
+            raise _changed(path, name, found)
 
         return read
 
@@ -106,7 +116,8 @@ def _open_safetensors(path: Path) -> Source:
             for name in sorted(f.keys()):
                 part = f.get_slice(name)
                 dtype = part.get_dtype()
-                values[name] = Value(tuple(part.get_shape()), _DTYPES.get(dtype, dtype), reader(name))
+                shape = tuple(part.get_shape())
+                values[name] = Value(shape, _DTYPES.get(dtype, dtype), reader(name, shape))
     except (SafetensorError, OSError) as err:
         raise CaptureError(
             path, "header", expected="a complete safetensors file", found=str(err),
@@ -115,19 +126,38 @@ def _open_safetensors(path: Path) -> Source:
     return Source(path, values, metadata)
 
 
+def _changed(path: Path, name: str, found: str) -> CaptureError:
+    return CaptureError(
+        path, name, expected="the file as it was when it was opened", found=found,
+        remedy="it was moved, removed or written again meanwhile: open it again",
+    )  # fmt: skip
+
+
+def _no_room(path: Path, err: OSError) -> CaptureError:
+    return CaptureError(
+        path, "temporary file", expected="room in the temporary folder, to unpack or link the file",
+        found=str(err), remedy=f"free space in $TMPDIR ({tempfile.gettempdir()}), or set it to another disk; "
+        "the capture itself is not at fault",
+    )  # fmt: skip
+
+
 def _load_pickle(path: Path, stored_as: Path | None = None):
     """The object in a torch.save file; errors name `path` though the bytes may be stored elsewhere."""
-    with tempfile.TemporaryDirectory() as folder:
-        if stored_as is None and path.suffix == ".safetensors":
-            # torch.load believes this suffix, whatever the content is.
-            stored_as = Path(folder) / "content.pt"
-            stored_as.symlink_to(path.resolve())
+    if stored_as is None and path.suffix == ".safetensors":
+        # torch.load believes this suffix, whatever the content is.
         try:
-            return load_pickle(stored_as or path, CaptureError)
-        except CaptureError as err:
-            raise CaptureError(
-                path, err.field, expected=err.expected, found=err.found, remedy=err.remedy
-            ) from err  # fmt: skip
+            with tempfile.TemporaryDirectory() as folder:
+                link = Path(folder) / "content.pt"
+                link.symlink_to(path.resolve())
+                return _load_pickle(path, link)
+        except OSError as err:
+            raise _no_room(path, err) from err
+    try:
+        return load_pickle(stored_as or path, CaptureError)
+    except CaptureError as err:
+        raise CaptureError(
+            path, err.field, expected=err.expected, found=err.found, remedy=err.remedy
+        ) from err  # fmt: skip
 
 
 def _values(path: Path, data) -> dict[str, Value]:
@@ -156,7 +186,12 @@ def _open_gzip(path: Path) -> Source:
 
     def lazy(name: str, value: Value) -> Value:
         # Only the shapes stay in memory: a folder of such files would not fit there.
-        read = lambda index=None: _unpacked(*stamp)[name].read(index).clone()  # noqa: E731
+        def read(index=None) -> Tensor:
+            now = _unpacked(*stamp).get(name)
+            if now is None or now.shape != value.shape:
+                raise _changed(path, name, "another file of that name")
+            return now.read(index).clone()
+
         return replace(value, read=read) if value.shape is not None else value
 
     return Source(path, {name: lazy(name, value) for name, value in data.items()})
@@ -164,29 +199,38 @@ def _open_gzip(path: Path) -> Source:
 
 @lru_cache(maxsize=1)
 def _unpacked(path: Path, _mtime: int, size: int) -> dict[str, Value]:
-    limit = max(GZIP_FLOOR, GZIP_RATIO * size)
-    with tempfile.NamedTemporaryFile(suffix=".ckpt") as out:
-        try:
-            with gzip.open(path, "rb") as f:
-                while block := f.read(1 << 20):
-                    out.write(block)
-                    if out.tell() > limit:
-                        break
-        except (OSError, EOFError, zlib.error) as err:
-            raise CaptureError(
-                path, "gzip", expected="a complete gzip file", found=str(err) or type(err).__name__,
-                remedy="copy or write the file again; it is truncated or damaged",
-            ) from err  # fmt: skip
-        if out.tell() > limit:
-            raise CaptureError(
-                path, "gzip", expected=f"at most {limit >> 20} MiB ({GZIP_RATIO} times the file, but never "
-                f"below {GZIP_FLOOR >> 20} MiB): states are numbers that hardly compress",
-                found="more when unpacked", remedy="do not unpack it: it is no capture; a real one fits",
-            )  # fmt: skip
-        out.flush()
-        # The mapping outlives the name, so the unpacked bytes need no room in memory.
-        data = _load_pickle(path, Path(out.name))
+    limit, unpacked = max(GZIP_FLOOR, GZIP_RATIO * size), 0
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".ckpt") as out:
+            for block in _gzip_blocks(path):
+                out.write(block)
+                unpacked += len(block)
+                if unpacked > limit:
+                    raise CaptureError(
+                        path, "gzip", expected=f"at most {limit >> 20} MiB ({GZIP_RATIO} times the file, but "
+                        f"never below {GZIP_FLOOR >> 20} MiB): states are numbers that hardly compress",
+                        found="more when unpacked",
+                        remedy="do not unpack it: it is no capture; a real one fits",
+                    )  # fmt: skip
+            out.flush()
+            # The mapping outlives the name, so the unpacked bytes need no room in memory.
+            data = _load_pickle(path, Path(out.name))
+    except OSError as err:  # of the copy: what is wrong with the file itself is a CaptureError already
+        raise _no_room(path, err) from err
     return _values(path, data)
+
+
+def _gzip_blocks(path: Path) -> Iterator[bytes]:
+    """What the file holds, a MiB at a time; CaptureError where it is damaged."""
+    try:
+        with gzip.open(path, "rb") as f:
+            while block := f.read(1 << 20):
+                yield block
+    except (OSError, EOFError, zlib.error) as err:
+        raise CaptureError(
+            path, "gzip", expected="a complete gzip file", found=str(err) or type(err).__name__,
+            remedy="copy or write the file again; it is truncated or damaged",
+        ) from err  # fmt: skip
 
 
 # ---- values as layouts want them ------------------------------------------------------------------

@@ -167,8 +167,9 @@ def _vocab_mapping(path: Path) -> list[Match]:
 def _pickled(path: Path) -> Any:
     """What torch.save wrote, mapped; None if the file is something else."""
     with open(path, "rb") as f:
-        head = f.read(4)
-    if head != b"PK\x03\x04" and head[:1] != b"\x80":
+        head = f.read(9)
+    # Before a safetensors header stands its length, whose low byte may be a pickle's first one.
+    if head[8:9] == b"{" or (head[:4] != b"PK\x03\x04" and head[:1] != b"\x80"):
         return None
     return load_pickle(path, CheckpointError)
 

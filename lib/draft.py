@@ -28,7 +28,7 @@ from lib.attention import Layout, Stack, attentions, rms_norm
 from lib.captures import Capture
 from lib.checkpoints import Draft
 from lib.contract import Contract
-from lib.errors import ContractError
+from lib.errors import CheckpointError, ContractError
 from lib.mla import Latent
 from lib.products import product
 from lib.rope import rope_table
@@ -380,6 +380,14 @@ class DraftForward:
         unique, back = tokens.cpu().unique(return_inverse=True)
         ceiling = self.draft.embed.shape[0] - 1  # a wrong vocab map can point outside the table
         rows = self.draft.embed[unique.clamp(0, ceiling)].to(self.device, self.dtype)
+        # The table stays on disk, so only rows in use are looked at: once as a sum, row by row if it is odd.
+        if not torch.isfinite(rows.sum(dtype=self.wide)) and not torch.isfinite(rows).all():
+            bad = (~torch.isfinite(rows)).any(-1).nonzero().flatten()
+            raise CheckpointError(
+                self.draft.path, "embed_tokens.weight", expected="finite values",
+                found=f"NaN or Inf in the rows of {len(bad)} tokens in use, such as id {int(unique[bad[0]])}",
+                remedy="the table was never loaded before saving: drop it and pass target=",
+            )  # fmt: skip
         rows = rows * contract.embed_scale
         first = self.draft.layers[0]
         return rms_norm(rows, first.input_layernorm, self.draft.eps)[back.to(self.device)]

@@ -6,7 +6,7 @@ flat one of everybody else, with EAGLE-3's own keys at the top or under `eagle_c
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,18 @@ UNEXPRESSED = (
     ("parallel_drafting", False, "P-EAGLE, which drafts all tokens in one pass"),
     ("speculators_model_type", "eagle3", "another kind of speculator"),
     ("hidden_act", "silu", "another activation in the MLP"),
+    ("mla_use_nope", False, "latent attention without rotary (TorchSpec kimi_k3_eagle3_mla.json)"),
 )
+# Rotary parameters by kind, as transformers' `modeling_rope_utils.py` reads them.
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+ROPE_POSITIVE = {name for names in ROPE_NEEDS.values() for name in names} | {"attention_factor"}
+ROPE_NUMBERS = ROPE_POSITIVE | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+ROPE_FLAGS = {"truncate"}
 
 
 class DraftConfig:
@@ -105,6 +116,37 @@ class DraftConfig:
         kv_heads = self.whole(self.layer, "num_key_value_heads", heads)
         return heads, kv_heads, self.whole(self.layer, "head_dim", max(1, hidden // heads))
 
+    def grouped_heads(self, hidden: int) -> tuple[int, int, int]:
+        """`heads` for plain attention: checked against each other and rotary, with notes on defaults."""
+        heads, kv_heads, head_dim = self.heads(hidden)
+        if heads % kv_heads:
+            raise CheckpointError(
+                self.path / "config.json", "num_key_value_heads", expected=f"a divisor of {heads} heads",
+                found=str(kv_heads), remedy="copy both numbers from the original export",
+            )  # fmt: skip
+        rotated = int(head_dim * self.partial())
+        if rotated < 2 or rotated % 2:
+            raise CheckpointError(
+                self.path / "config.json", "head_dim", expected="pairs of rotated values, at least one",
+                found=f"{rotated} rotated of {head_dim}", remedy="copy head_dim and partial_rotary_factor "
+                "from the original export",
+            )  # fmt: skip
+        self.note_default("num_key_value_heads", kv_heads, "num_attention_heads, as transformers")
+        self.note_default("head_dim", head_dim, "hidden_size / num_attention_heads, as transformers")
+        return heads, kv_heads, head_dim
+
+    def eps(self) -> float:
+        """Of every RMSNorm."""
+        value = float(self.number(self.layer, "rms_norm_eps", 1e-6))
+        self.note_default("rms_norm_eps", value, "transformers' class default")
+        return value
+
+    def note_default(self, name: str, value: float, why: str) -> None:
+        """Say once that the layer's config leaves `name` out and what is taken."""
+        note = f"{name} not in config.json: {value:g} ({why})"
+        if self.layer.get(name) is None and note not in self.notes:
+            self.notes.append(note)
+
     def section(self, values: dict, name: str) -> dict:
         """A nested object of the config; absent or null means empty."""
         value = values.get(name) or {}
@@ -119,7 +161,7 @@ class DraftConfig:
         """A positive number of the config; absent or null means the default, if there is one."""
         value = default if values.get(name) is None else values[name]
         right = isinstance(value, int | float) and not isinstance(value, bool)
-        if not right or not 0 < value < math.inf:
+        if not right or not 0 < value <= sys.float_info.max:  # JSON's whole numbers have no limit
             raise CheckpointError(
                 self.path / "config.json", name, expected="a positive number", found=repr(value),
                 remedy="write the value the draft was trained with into config.json",
@@ -158,7 +200,7 @@ class DraftConfig:
                 remedy="remove the one that the draft was trained without",
             )  # fmt: skip
         for flag, present in (("norm_before_fc", has_input_norm), ("fc_norm", has_fc_norm)):
-            declared = self.boolean(flag, self.values.get(flag) or False)
+            declared = self.flag(flag, False)
             if declared != present:
                 raise CheckpointError(
                     self.path, flag, expected=f"tensors to match config.json ({flag}={declared})",
@@ -290,9 +332,7 @@ class DraftConfig:
         for stated in (flat, theta):
             self.number({"rope_theta": stated}, "rope_theta", 10000.0)
         kind = values.pop("rope_type", values.pop("type", "default"))
-        partial = self.layer.get("partial_rotary_factor")
-        part = {"partial_rotary_factor": values.pop("partial_rotary_factor", partial)}
-        partial = float(self.number(part, "partial_rotary_factor", 1.0))
+        values.pop("partial_rotary_factor", None)
         if flat is not None and theta != flat:
             part = "rope_parameters" if new else "rope_scaling"
             self.notes.append(
@@ -308,7 +348,63 @@ class DraftConfig:
             theta, source = 10000.0, Source("framework default", "transformers, 10000")
         else:
             source = Source("checkpoint", "config.json: " + ("rope_parameters" if new else "rope_theta"))
-        numbers = {
-            k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)
-        }
-        return Rope(float(theta), kind, tuple(sorted(numbers.items())), partial=partial), source
+        params = self._rope_params(kind, values)
+        return Rope(float(theta), kind, tuple(sorted(params.items())), partial=self.partial()), source
+
+    def partial(self) -> float:
+        """Share of a head that is rotated, above 0 and at most 1."""
+        scaling = self.section(self.layer, "rope_parameters") or self.section(self.layer, "rope_scaling")
+        name = "partial_rotary_factor"
+        value = float(self.number({name: scaling.get(name, self.layer.get(name))}, name, 1.0))
+        if value > 1:
+            raise CheckpointError(
+                self.path / "config.json", name, expected="a share of the head, at most 1",
+                found=repr(value), remedy="copy this part of config.json from the original export",
+            )  # fmt: skip
+        return value
+
+    def _rope_params(self, kind: str, values: dict[str, Any]) -> dict[str, float]:
+        """Numbers and flags of a rotary kind, complete: transformers' formulas would fail or guess later."""
+        length, where = "original_max_position_embeddings", self.path / "config.json"
+        if kind in ("llama3", "yarn"):
+            # transformers (modeling_rope_utils.py:standardize_rope_params): the flat key comes first, and
+            # without any the config's own length stands in.
+            flat = self.layer.get(length)
+            if flat is not None:
+                if values.get(length) not in (None, flat):
+                    self.notes.append(f"{length} {values[length]} and {flat} at the top: the latter is used")
+                values[length] = flat
+            if values.get(length) is None:
+                values[length] = self.whole(self.layer, "max_position_embeddings")
+                self.notes.append(
+                    f"{length} not in the rotary parameters: {values[length]}, max_position_embeddings "
+                    "(as transformers)"
+                )
+        for name in ROPE_NEEDS[kind]:
+            self.number(values, name)
+        params: dict[str, float] = {}
+        for name, value in values.items():
+            if name in ROPE_FLAGS and value is not None:
+                params[name] = self.boolean(name, value)
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                if not abs(value) <= sys.float_info.max:
+                    raise CheckpointError(
+                        where, name, expected="a finite number", found=repr(value)[:80],
+                        remedy="copy the rotary parameters from the original export",
+                    )  # fmt: skip
+                params[name] = float(value)
+            elif name in ROPE_NUMBERS and value is not None:
+                raise CheckpointError(
+                    where, name, expected="a number", found=repr(value)[:80], remedy="write it without quotes"
+                )
+            elif value is not None:
+                self.notes.append(f"rotary parameter {name} is not used: {str(value)[:60]}")
+        for name in ROPE_POSITIVE & params.keys() if kind != "default" else ():
+            self.number(params, name)
+        low, high = (params.get(f"{side}_freq_factor", 0.0) for side in ("low", "high"))
+        if kind == "llama3" and low >= high:
+            raise CheckpointError(
+                where, "high_freq_factor", expected=f"more than low_freq_factor {low:g}", found=f"{high:g}",
+                remedy="copy the rotary parameters from the original export",
+            )  # fmt: skip
+        return params

@@ -84,7 +84,8 @@ def _wide(config: Mapping, tensors: TensorFile, names: Mapping[str, str], prefix
     for part in ("q_proj", "q_a_proj"):
         if stored := names.get(f"{prefix}.self_attn.{part}.weight"):
             shape = tensors.shape(stored)
-            return len(shape) == 2 and shape[1] == 2 * (config.get("hidden_size") or 0)
+            hidden = config.get("hidden_size")
+            return len(shape) == 2 and isinstance(hidden, int | float) and shape[1] == 2 * hidden
     return False
 
 
@@ -102,7 +103,7 @@ def _midlayer(config: Mapping, tensors: TensorFile, names: Mapping[str, str]) ->
     pickled = any(tensors.origin[n].suffix == ".bin" for n in names.values())
     newer = [k for k in ("eagle_config", "fc_norm", "norm_output", "target_model_type") if k in config]
     latent = any(".kv_a_proj_with_mqa." in n for n in names)
-    full = head is not None and tensors.shape(head)[0] == config.get("vocab_size")
+    full = head is not None and tensors.shape(head)[:1] == (config.get("vocab_size"),)
     common = ("tensors midlayer.*", f"architectures: {said}")
     mapped = f"{len(maps)} of the two vocabulary maps"
     found = []

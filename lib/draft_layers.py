@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.draft_config import DraftConfig
+from lib.draft_formats import plain
 from lib.draft_tensors import DraftTensors
 from lib.errors import CheckpointError
 from lib.mla import read_latent
@@ -17,7 +18,8 @@ def read_layers(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: 
 
     Layers with `kv_a_proj_with_mqa` have latent attention (`lib.mla`), the others q, k and v.
     """
-    present = {int(m[1]) for n in tensors if (m := re.match(r"layers\.(\d+)\.", n))}
+    # No draft has a thousand layers; a longer number is a name like any other, and explained as unknown.
+    present = {int(m[1]) for n in tensors if (m := re.match(r"layers\.(\d{1,3})\.", n))}
     declared = config.whole(config.layer, "num_hidden_layers", 1)
     if config.nested and present != set(range(declared)):
         raise CheckpointError(
@@ -35,7 +37,7 @@ def read_layers(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: 
             f"num_hidden_layers {declared} in config.json, {len(present)} layers in the file: the file's "
             "are used (fault 27)"
         )
-    if any(name.startswith("additional_layers.") for name in tensors.tensors):
+    if any(plain(name).startswith("additional_layers.") for name in tensors.tensors):
         config.notes.append(
             "additional_layers: the residual is carried from layer to layer, as in vLLM; SGLang's "
             "llama_eagle3.py starts each with a fresh one (fault 27)"
@@ -45,14 +47,13 @@ def read_layers(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: 
 
 def _layer(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: int, i: int) -> dict[str, Any]:
     """Fields of layer i."""
-    heads, kv_heads, head_dim = config.heads(hidden)
+    heads = config.heads(hidden)[0]
     width = 2 * hidden if i == 0 else hidden
 
     def take(name: str, *shape: int | None, required: bool = True):
         return tensors.take(f"layers.{i}.{name}", *shape, required=required)
 
     latent, attention = None, dict.fromkeys("qkv")
-    q_width, kv_width = heads * head_dim, kv_heads * head_dim
     if f"layers.{i}.self_attn.kv_a_proj_with_mqa.weight" in tensors:
 
         def number(key: str, default: int | float | None = None):
@@ -63,6 +64,8 @@ def _layer(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: int, 
     else:
         if i == 0:
             _refuse_narrow(path, tensors, config, hidden)
+        heads, kv_heads, head_dim = config.grouped_heads(hidden)
+        q_width, kv_width = heads * head_dim, kv_heads * head_dim
         attention = {
             "q": take("self_attn.q_proj.weight", q_width, width),
             "k": take("self_attn.k_proj.weight", kv_width, width),
@@ -75,7 +78,6 @@ def _layer(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: int, 
         }
     gate = take("mlp.gate_proj.weight", None, hidden)
     inner = gate.shape[0]
-    needs_norm = i == 0 and config.use_fc  # without fc, Model-Optimizer exports none
     return {
         **attention,
         "latent": latent,
@@ -86,7 +88,8 @@ def _layer(path: Path, tensors: DraftTensors, config: DraftConfig, hidden: int, 
         "down": take("mlp.down_proj.weight", hidden, inner),
         "input_layernorm": take("input_layernorm.weight", hidden),
         "post_attention_layernorm": take("post_attention_layernorm.weight", hidden),
-        "hidden_norm": take("hidden_norm.weight", hidden, required=needs_norm),
+        # Without fc, Model-Optimizer exports none. Later layers never use one: `explain` refuses it.
+        "hidden_norm": None if i else take("hidden_norm.weight", hidden, required=config.use_fc),
     }
 
 

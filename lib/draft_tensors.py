@@ -76,7 +76,7 @@ class DraftTensors:
         self.dtype = self._dtype()
 
     def _dtype(self) -> torch.dtype:
-        """The dtype that the weights are stored in: the widest weight's that is not quantised."""
+        """What the weights are stored in: the first of three weights that is not quantised; else float32."""
         for name in ("norm.weight", "fc.weight", "layers.0.post_attention_layernorm.weight"):
             if name in self.names:
                 dtype = self.tensors[self.names[name]].dtype
@@ -176,7 +176,7 @@ def canonical(stored: str) -> str:
     name = stored
     for rule, prefix in STORED_AS:
         name = re.sub(rule, prefix, name)
-    if match := re.fullmatch(r"additional_layers\.(\d+)\.(.+)", name):
+    if match := re.fullmatch(r"additional_layers\.(\d{1,3})\.(.+)", name):
         rest = re.sub(r"^hidden_norm\.", "input_layernorm.", match[2])
         return f"layers.{int(match[1]) + 1}.{rest}"
     return name

@@ -37,6 +37,7 @@ from lib.target_head import TargetHead, load_target_head
 
 NO_TARGET = "no target was given"
 NO_FINAL = "no final state: name the last block's tap among the stored ones, or give finals="
+NO_MEMORY = "can't allocate memory"  # how torch says it of the CPU's, in a plain RuntimeError
 MANY_ANSWERS = "a text with several answers: served metrics are defined for one"
 
 
@@ -74,11 +75,14 @@ class Plan:
     device: str = "cpu"
     dtype: str = "float32"
 
-    def fingerprint(self) -> str:
-        """sha256 over the plan, the version of parts, and a stamp of the draft's and target's files."""
-        stamps = [model_stamp(Path(p)) for p in (self.draft, self.target) if p]
-        stamps += [stamp(f) for f in arrow_files(Path(self.loss_masks))] if self.loss_masks else []
-        return digest([VERSION, asdict(self), stamps])
+    def stamps(self) -> list:
+        """Of the files that are loaded once: the draft's, the target's and the loss masks'."""
+        found = [model_stamp(Path(p)) for p in (self.draft, self.target) if p]
+        return found + ([stamp(f) for f in arrow_files(Path(self.loss_masks))] if self.loss_masks else [])
+
+    def fingerprint(self, stamps: list | None = None) -> str:
+        """sha256 over the plan, the version of parts, and stamps (of the files as they are now if None)."""
+        return digest([VERSION, asdict(self), self.stamps() if stamps is None else stamps])
 
     def rewired(self, contract: Contract, taps: Sequence[str]) -> Contract:
         """The draft's contract with these taps in its slots."""
@@ -94,7 +98,9 @@ class Tools:
     def __init__(self, plan: Plan) -> None:
         """Load everything; raises CheckpointError or ContractError."""
         self.plan = plan
-        self.fingerprint = plan.fingerprint()
+        # Taken once, before loading: a checkpoint that is overwritten later must not lend its new name.
+        self.stamps = plan.stamps()
+        self.fingerprint = plan.fingerprint(self.stamps)
         self.head: TargetHead | None = load_target_head(plan.target) if plan.target else None
         dtype = getattr(torch, plan.dtype)
         draft = load_draft(
@@ -110,7 +116,7 @@ class Tools:
     def with_plan(self, plan: Plan) -> Tools:
         """The same draft and head for another plan over them."""
         other = object.__new__(Tools)
-        other.__dict__ = {**self.__dict__, "plan": plan, "fingerprint": plan.fingerprint()}
+        other.__dict__ = {**self.__dict__, "plan": plan, "fingerprint": plan.fingerprint(self.stamps)}
         return other
 
     def contract(self, taps: Sequence[str]) -> Contract:
@@ -136,6 +142,16 @@ def evaluate_file(
         return _measure(Path(path), plan, Path(final) if final else None, tools)
     except (WorkbookError, OSError) as err:  # OSError: a disk or a right that fails for this file
         return Part(tools.fingerprint, str(path), Path(path).stem, str(err), type(err).__name__)
+    except (RuntimeError, MemoryError) as err:
+        if not isinstance(err, torch.OutOfMemoryError | MemoryError) and NO_MEMORY not in str(err):
+            raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        said = MetricError(
+            path, "memory", expected=f"room for one text on {plan.device}", found=str(err)[:200],
+            remedy="cut the text shorter, ask for fewer draft tokens (depth), or use device=cpu",
+        )  # fmt: skip
+        return Part(tools.fingerprint, str(path), Path(path).stem, str(said), type(said).__name__)
 
 
 def _measure(path: Path, plan: Plan, final: Path | None, tools: Tools) -> Part:
@@ -144,9 +160,9 @@ def _measure(path: Path, plan: Plan, final: Path | None, tools: Tools) -> Part:
         capture = replace(capture, final_kind=dict(plan.final_kinds).get(capture.layout))
     forward = tools.forward
     norms = norm_statistics([capture]) if plan.norms else {}
-    swept = None
-    if plan.candidates:
-        swept = sweep.sweep(forward, [capture], [tools.contract(c) for c in plan.candidates])
+    swept = sweep.sweep(forward, [capture], [tools.contract(c) for c in plan.candidates or plan.wirings])
+    _check_finite(swept, path, plan)
+    swept = swept if plan.candidates else None
     rolled, evidences, why_not = [], [], _why_no_evidence(capture, plan, tools.head)
     for taps in plan.wirings:
         contract = tools.contract(taps)
@@ -168,6 +184,18 @@ def _measure(path: Path, plan: Plan, final: Path | None, tools: Tools) -> Part:
     )  # fmt: skip
 
 
+def _check_finite(swept: sweep.Sweep, path: Path, plan: Plan) -> None:
+    """Raise MetricError for scores that are no numbers: their argmax would count as a plain miss."""
+    bad = ~torch.isfinite(swept.scores[:, 0])
+    if bad.any():
+        taps = " ".join(map(str, swept.contracts[int(bad.nonzero()[0, 0])].taps))
+        raise MetricError(
+            path, "scores", expected="finite log-probabilities of the draft",
+            found=f"NaN or Inf with taps {taps}, dtype {plan.dtype}, weights {plan.draft}",
+            remedy="use dtype float32 (float16 overflows at 65504), or look for NaN in the weights",
+        )  # fmt: skip
+
+
 def open_as_planned(path: Path, tools: Tools, *, final_only: bool = False) -> Capture:
     """A capture with its states named by the plan's lists, and its final state found if it is a tap.
 
@@ -176,9 +204,13 @@ def open_as_planned(path: Path, tools: Tools, *, final_only: bool = False) -> Ca
     plan, layout = tools.plan, tools.plan.layout or None
     capture = open_capture(path, layout=layout)
     if tools.masks is not None and NO_MASK in capture.notes:
-        capture = open_capture(path, layout=layout, loss_mask=tools.masks.of(path))
-    if any(isinstance(t, Stored) for t in capture.taps):
-        names = {len(n): n for n in plan.names}.get(len(capture.taps))
+        capture = open_capture(path, layout=layout, loss_mask=tools.masks.of(path, capture.token_ids))
+    names = {len(n): n for n in plan.names}.get(len(capture.taps))
+    if names and capture.taps and all(isinstance(t, Tap) for t in capture.taps):
+        if tuple(map(parse_tap, names)) != capture.taps:
+            told = f"taps recorded in the file are kept; the {len(names)} names given are for other files"
+            capture = replace(capture, notes=(*capture.notes, told))
+    elif any(isinstance(t, Stored) for t in capture.taps):
         if names:
             capture = capture.named(names)
         elif plan.named and not final_only:  # whoever wants the final state alone needs no names
@@ -294,7 +326,7 @@ def evaluate_all(
         if part is None or part.error or part.plan != tools.fingerprint:
             part = evaluate_file(path, tools.plan, final=final or "", tools=tools)
             part.save(stored)
-        parts.append(part)
+        parts.append(replace(part, file=str(path)))  # an earlier run may have named it by another path
     return parts
 
 

@@ -63,7 +63,9 @@ class FinalVerdict:
 def judge_final(
     captures: Sequence[Capture], head: TargetHead | None = None, limit: int = LIMIT
 ) -> FinalVerdict:
-    """Pre- or post-norm, from the final states of at most `limit` captures.
+    """Pre- or post-norm, from the final states of at most `limit` captures, spread over all.
+
+    "undecided" when the captures looked at disagree among themselves: a folder may mix both kinds.
 
     Args:
         captures: with a final state, whatever their `final_kind` claims.
@@ -71,7 +73,7 @@ def judge_final(
 
     Raises CaptureError if a capture has no final state, or one of another width than the head.
     """
-    captures = list(captures)[:limit]
+    captures = _evenly(captures, limit)
     for capture in captures:
         if FINAL not in capture.readers:
             raise CaptureError(
@@ -98,9 +100,34 @@ def judge_final(
         ]
     votes = {kind for kind, _ in evidence if kind}
     reasons = tuple(reason for _, reason in evidence)
+    if mixed := _disagreement(captures, states, head):
+        return FinalVerdict("undecided", (*reasons, mixed), numbers)
     if len(votes) > 1:
         return FinalVerdict("undecided", (*reasons, "the two contradict each other"), numbers)
     return FinalVerdict(votes.pop() if votes else "undecided", reasons, numbers)
+
+
+def _evenly(captures: Sequence[Capture], limit: int) -> list[Capture]:
+    """At most `limit` of them, the first and the last among them."""
+    if len(captures) <= limit:
+        return list(captures)
+    return [captures[i] for i in torch.linspace(0, len(captures) - 1, limit).long().tolist()]
+
+
+def _disagreement(
+    captures: Sequence[Capture], states: Sequence[Tensor], head: TargetHead | None
+) -> str | None:
+    """What to say if single captures speak clearly for different kinds."""
+    kinds: dict[Kind, list[str]] = {}
+    for capture, x in zip(captures, states, strict=True):
+        if len(x) >= MIN_ROWS:
+            kind, _ = _spread(x, {}) if head is None else _unit_rms(x, head, {})
+            if kind:
+                kinds.setdefault(kind, []).append(capture.name)
+    if len(kinds) < 2:
+        return None
+    said = ", ".join(f"{kind} in {len(names)} (such as {names[0]})" for kind, names in sorted(kinds.items()))
+    return f"the captures disagree, one by one: {said}; separate them by kind"
 
 
 def settle_final(

@@ -35,7 +35,7 @@ ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re
 SMALL = ("config.json", "hf_quant_config.json", "eagle_meta.pt", "eagle3_meta.pt")
 STEMS = ("model.safetensors", "pytorch_model.bin")  # in the order in which lib.weights looks for them
 # What lib.target_head reads of a target.
-HEAD = r"(.*\.)?embed_tokens\.weight|((language_)?model\.)*norm\.weight|(.*\.)?lm_head\.weight"
+HEAD = r"((language_)?model\.)*((embed_tokens|norm|lm_head)\.weight|(norm|lm_head)\.bias)"
 CAPTURES = r".*\.(pt|ckpt|ckpt\.gz|safetensors|arrow|json)"
 
 

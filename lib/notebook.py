@@ -151,7 +151,8 @@ def start_notebook(number: str, facts_dir: str = "") -> Run:
         facts_dir: where facts go; "" means `$EAGLE3_FACTS_DIR`, else `.work/facts` (so that
             running a notebook by hand never edits the committed facts).
     """
-    os.environ.update(HF_HUB_OFFLINE="1", DO_NOT_TRACK="1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # `HF_HUB_OFFLINE=0 make lab` lets a reader name a hub id
+    os.environ["DO_NOT_TRACK"] = "1"
     from transformers.utils import logging
 
     logging.set_verbosity_error()

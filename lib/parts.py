@@ -1,9 +1,9 @@
 """What one capture file contributed: a `Part`, its bytes on disk, and the keys by which it is found again.
 
 `lib.evaluate` makes parts and puts them together; here is how one is stored. A part's file is named by a
-key over the capture's path, size and time, and its final state's; it lies in a folder named by the plan's
-fingerprint, which `model_stamp` feeds: the draft's and the target's JSON files, their safetensors headers
-and every file's name, size and time. The weights themselves are not read for it.
+key over the capture's name, path, size and time, and its final state's; it lies in a folder named by the
+plan's fingerprint, which `model_stamp` feeds: the draft's and the target's JSON files, their safetensors
+headers and every file's name, size and time. The weights themselves are not read for it.
 
 Axes: C candidates, D depths, S scored pairs.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lib.draft_formats import draft_folder, meta_file
+from lib.errors import ReportError
 from lib.norms import PARTS, NormStats, TapNorms
 
-VERSION = 1  # of what a part holds and how it is computed; older parts are not read
+VERSION = 2  # of what a part holds and how it is computed; older parts are not read
 COLUMNS = ("position", "draft_ids", "target_ids", "truth", "in_vocab")
 # Rows of `Rollout.sums`, one value per depth.
 SUMS = ("in_vocab_hits", "in_vocab", "hits", "counted", "joint_hits", "rounds", "accepted", "gained")
@@ -131,14 +135,15 @@ class Part:
         return Part.from_bytes, (self.to_bytes(),)
 
     def save(self, path: Path) -> None:
-        """Write under another name first: a file of this name is always whole."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write under another name first: a file of this name is always whole. Raises ReportError."""
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            unfinished.write_bytes(self.to_bytes())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                unfinished.write_bytes(self.to_bytes())
+                os.replace(unfinished, path)
+            finally:
+                unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Part | None:
@@ -150,6 +155,18 @@ class Part:
 
 
 _PLAIN = {f.name for f in fields(Part)} - {"norms", "hits", "scores", "rollouts", "evidence"}
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """What the system refuses while this is written (a file for a folder, a full disk) as a ReportError."""
+    try:
+        yield
+    except OSError as err:
+        raise ReportError(
+            path, "file", expected="a place that can be written", found=str(err)[:300],
+            remedy="make room or correct the rights, or name another folder (OUT=...)",
+        ) from err  # fmt: skip
 
 
 # ---- keys: what makes a part the one of this file, these models and this plan ---------------------
@@ -167,14 +184,25 @@ def stamp(path: Path) -> list:
 
 
 def file_key(path: Path, final: Path | None) -> str:
-    """16 hexadecimal digits over path, size and time of the capture and of its final state's file."""
-    return digest([stamp(p) if p.exists() else str(p) for p in (path, final) if p is not None])[:16]
+    """16 hexadecimal digits over name, path, size and time of the capture and of its final state's file.
+
+    The path is that of the file behind links; the name is the link's own, for loss masks go by it.
+    """
+    found = [[p.name, *stamp(p)] if p.exists() else str(p) for p in (path, final) if p is not None]
+    return digest(found)[:16]
 
 
 def model_stamp(path: Path) -> list:
-    """Names, sizes and times of a checkpoint's files, its JSON files and its safetensors headers."""
+    """Names, sizes and times of a checkpoint's files, its JSON files and its safetensors headers.
+
+    Every file that a reader may open: those beside a weights file that is named itself, and Automodel's
+    inner folder with the `eagle_meta.pt` around it. Shards lie beside their index, never deeper.
+    """
+    folder = draft_folder(path)
+    files = {p for place in (path, folder) if place.is_dir() for p in place.glob("*") if p.is_file()}
+    files |= {p for p in (meta_file(folder),) if p}
     stamps: list = []
-    for file in [path] if path.is_file() else sorted(p for p in path.glob("*") if p.is_file()):
+    for file in sorted(files):
         stamps.append(stamp(file))
         if file.suffix == ".json":
             stamps.append(hashlib.sha256(file.read_bytes()).hexdigest())

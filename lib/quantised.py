@@ -112,11 +112,14 @@ def _compressed(folder: Path, values: Mapping[str, Any], source: str) -> Scheme:
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict):
-            kinds.add((weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)))
+            kind = (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True))
+            if any(isinstance(value, list | dict) for value in kind):
+                raise _refusal(folder, f"compressed-tensors with weights of the kind {kind}", source)
+            kinds.add(kind)
             block = weights.get("block_structure")
             if weights.get("actorder"):
                 raise _refusal(folder, f"compressed-tensors with actorder={weights['actorder']!r}", source)
-            if block is not None and tuple(block) != BLOCK:
+            if block is not None and (not isinstance(block, list) or tuple(block) != BLOCK):
                 raise _refusal(folder, f"compressed-tensors with blocks of {block}", source)
     if len(kinds) != 1:
         raise _refusal(folder, f"compressed-tensors with weights of {len(kinds)} kinds", source)
@@ -194,11 +197,12 @@ def _integers(where: Path, name: str, stored: Tensor, parts: Mapping[str, Tensor
     if stored.dtype == torch.int8:
         return stored
     shape = parts.get("weight_shape")
-    if stored.dtype != torch.int32 or stored.ndim != 2 or shape is None or shape.numel() != 2:
+    sized = shape is not None and shape.numel() == 2 and not (shape.is_floating_point() or shape.is_complex())
+    if stored.dtype != torch.int32 or stored.ndim != 2 or not sized:
         raise CheckpointError(
-            where, name, expected="int8, or int32 (out, words) with a weight_shape of two numbers",
+            where, name, expected="int8, or int32 (out, words) with a weight_shape of two whole numbers",
             found=f"{stored.dtype} {tuple(stored.shape)}"
-            + ("" if shape is None else f" and weight_shape {tuple(shape.shape)}"),
+            + ("" if shape is None else f" and weight_shape {tuple(shape.shape)} {shape.dtype}"),
             remedy="this is another packing: " + REMEDY,
         )  # fmt: skip
     rows, columns = (int(n) for n in shape.tolist())
@@ -220,12 +224,17 @@ def _spread(
     """Scales as a tensor that broadcasts with the weight, and what they are per."""
     if scale.numel() == 1:
         return scale.reshape(()), "per tensor"
-    rows, columns = shape if len(shape) == 2 else (shape[0], 1)
+    if len(shape) != 2:
+        raise CheckpointError(
+            where, name, expected="a matrix for its scales", found=str(tuple(shape)),
+            remedy="this is another packing: " + REMEDY,
+        )  # fmt: skip
+    rows, columns = shape
     if scale.numel() == rows and scale.shape[0] == rows:
         return scale.reshape(rows, 1), "per channel"
     grid = scale.squeeze() if scale.ndim > 2 else scale  # Model-Optimizer: (blocks, 1, blocks, 1)
     block = (scheme.block if scheme else None) or BLOCK
-    if grid.ndim == 2 and len(shape) == 2:
+    if grid.ndim == 2 and grid.numel():
         if grid.shape == tuple(-(-n // b) for n, b in zip(shape, block, strict=True)):
             per = grid.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
             return per, f"per block {block[0]}x{block[1]}"

@@ -22,7 +22,6 @@ fills which slot; stage two rolls chains out under the winner, if that is anothe
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -34,18 +33,21 @@ from itertools import combinations
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from lib.arrow_masks import numeric
 from lib.captures import FINAL, Capture, CaptureFiles, capture_files
-from lib.compare import compare
+from lib.compare import compare, save_comparison
 from lib.contract import Contract, Source
 from lib.errors import ContractError, ReportError, WorkbookError
 from lib.evaluate import Plan, Tools, evaluate_all, merge, open_as_planned, open_with_final
 from lib.final_state import settle_final
 from lib.hub import resolve
+from lib.parts import writing
 from lib.report_data import Measured, Run, assemble, texts
-from lib.report_tables import Report
+from lib.report_tables import Report, check_place
 from lib.request import SAMPLE, Request, refused
 from lib.sweep import ordered_choices
 from lib.taps import Stored, Tap
@@ -53,7 +55,8 @@ from lib.taps import Stored, Tap
 MOST_ORDERED = 60  # ordered choices that an exact sweep takes on; 3 of 5 are 60
 FEW_FILES = 8  # below this a progress bar would be noise
 SLOW = 5  # seconds between two states of a bar in a notebook
-JUDGED = 8  # captures from which the kind of an unlabelled final state is judged
+JUDGED = 8  # captures of a group from which the kind of an unlabelled final state is judged
+NOT_EXPORTED = {"form", "samples-only"}  # tags of cells that say nothing about the reader's files
 Bar = Callable[[Sequence], Iterable]
 Pairs = Sequence[tuple[Path, Path | None]]  # captures, each with the file of its final state
 
@@ -71,24 +74,26 @@ def build(request: Request, work: str | Path | None = None) -> Report:
     Raises a WorkbookError when the draft, the target or the request is at fault, or no file is readable.
     """
     started = time.perf_counter()
+    check_place(asdict(request), request.folder)  # before hours of measuring, not after
     work = Path(work) if work else request.folder / "parts"
     draft, target = str(resolve(request.draft, "draft")), _target(request.target)
     folder = resolve(request.captures, "captures")
     listed = _list(folder)
-    pairs = _pairs(request, listed)
+    warnings: list[str] = []
+    pairs = _pairs(request, folder, listed, warnings)
     masks = request.loss_masks or str(listed.masks or "")
     plan = Plan(
         draft, target, request.convention, request.names, bool(request.names), masks, request.layout,
         depth=request.depth, device=request.device, dtype=request.dtype,
     )  # fmt: skip
-    tools, warnings = Tools(plan), []
+    tools = Tools(plan)
     opened = _survey([f for f, _ in pairs], tools, progress("opening"))
     seen, plan = _comparable(opened, plan, folder, warnings)
     tools = tools.with_plan(plan)
     common = tuple(t for t in seen[0].taps if all(t in s.taps for s in seen)) if seen else ()
     declared = tools.forward.draft.contract
     base = _base(declared, common, warnings) if seen else declared
-    kinds, said = _settled_kinds(pairs, tools) if tools.head else ((), [])
+    kinds, said = _settled_kinds(pairs, opened, tools) if tools.head else ((), [])
     warnings += said
     plan = replace(
         plan, final_kinds=kinds, wirings=(texts(base.taps),),
@@ -144,6 +149,8 @@ class _Seen:
     path: Path
     layout: str
     taps: tuple[Tap | Stored, ...]
+    final: bool = False
+    final_kind: str | None = None
 
 
 def _list(path: Path) -> CaptureFiles:
@@ -163,15 +170,49 @@ def _target(asked: str) -> str:
     return str(resolve(asked, "target")) if asked else ""
 
 
-def _pairs(request: Request, listed: CaptureFiles) -> Pairs:
-    """The captures asked for, each with the file of its final state if `finals` names a folder."""
-    files = list(listed.files)[: request.limit or None]
+def _pairs(request: Request, folder: Path, listed: CaptureFiles, warnings: list[str]) -> Pairs:
+    """The captures asked for, each with the file of its final state if `finals` names a folder.
+
+    Paired by name where names match (`rows/data_7`), else by number (`data_7`, `final_7`), else, if no number
+    is in both, in their order. Final states that no capture has are a warning.
+
+    Raises ReportError if a capture has no partner.
+    """
+    asked = listed.files[: request.limit or None]
     if not request.finals:
-        return [(f, None) for f in files]
-    finals = _list(resolve(request.finals, "captures")).files
-    if len(finals) < len(files):
-        raise refused("finals", f"{len(files)} files, one per capture", len(finals), "pair them")
-    return list(zip(files, finals, strict=False))
+        return [(f, None) for f in asked]
+    place = resolve(request.finals, "captures")
+    finals = _list(place).files
+    said = ""
+    for key in (_stem, _number):
+        names, partners = [key(f, folder) for f in listed.files], {key(f, place): f for f in finals}
+        shared = set(names) & set(partners) - {""}
+        if not shared or len(set(names)) < len(names) or len(partners) < len(finals):
+            continue  # these names tell nothing apart
+        if lacking := [f.name for f, n in zip(asked, names, strict=False) if n not in partners]:
+            said = f"{len(finals)} files, none for {', '.join(lacking[:3])}"
+            continue
+        if surplus := len(partners) - len(shared):
+            warnings.append(f"{surplus} of {len(finals)} final states belong to no capture: not used")
+        return [(f, partners[n]) for f, n in zip(asked, names, strict=False)]
+    if said or len(finals) != len(listed.files):
+        raise refused(
+            "finals", f"{len(listed.files)} files, one per capture", said or f"{len(finals)} files",
+            "name final states like their captures, data_7 and final_7",
+        )  # fmt: skip
+    return list(zip(asked, finals, strict=False))
+
+
+def _stem(path: Path, root: Path) -> str:
+    """Path below the folder (the name of a file alone) without suffixes."""
+    inside = path.relative_to(root) if path != root else Path(path.name)
+    return str(inside.parent / Path(inside.name.removesuffix(".gz")).stem)
+
+
+def _number(path: Path, _root: Path) -> str:
+    """The last number in a file's name; "" if there is none."""
+    found = numeric(path)[0]
+    return str(found) if found >= 0 else ""
 
 
 def _survey(files: Sequence[Path], tools: Tools, bar: Bar) -> list[_Seen]:
@@ -182,7 +223,7 @@ def _survey(files: Sequence[Path], tools: Tools, bar: Bar) -> list[_Seen]:
             c = open_as_planned(path, tools)
         except (WorkbookError, OSError):
             continue
-        seen.append(_Seen(path, c.layout, c.taps))
+        seen.append(_Seen(path, c.layout, c.taps, FINAL in c.readers, c.final_kind))
     return seen
 
 
@@ -219,35 +260,55 @@ def _letters(n: int) -> str:
     return ",".join(ascii_lowercase[:n]) if n <= len(ascii_lowercase) else f"a,b,...({n} names)"
 
 
-def _settled_kinds(pairs: Pairs, tools: Tools) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+def _settled_kinds(
+    pairs: Pairs, seen: Sequence[_Seen], tools: Tools
+) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Kinds of final states that files do not say, by layout, judged from a few files; and warnings.
 
+    Every group of files is judged on its own, from `JUDGED` with a sound final state, spread over the group.
     Kinds that files claim are checked too: evidence against one is a warning.
     """
-    chosen: list[Capture] = []
-    seen: Counter = Counter()
+    known, groups = {s.path: s for s in seen}, {}
     for path, final in pairs:
+        if path in known and (final or known[path].final):
+            # Final states of their own folder say their kind only when opened: their suffix stands for it.
+            kind = final.suffix if final else known[path].final_kind
+            groups.setdefault((known[path].layout, kind), []).append((path, final))
+    chosen: dict[tuple[str, str | None], list[Capture]] = {}
+    for members in groups.values():
+        for c in _sound(members, tools):
+            chosen.setdefault((c.layout, c.final_kind), []).append(c)
+    kinds, said = {}, []
+    for (layout, claim), captures in chosen.items():
         try:
-            c = open_with_final(path, final, tools)
+            settled, _ = settle_final(captures, tools.head)
+        except WorkbookError as err:
+            said.append(f"{layout}: final states not judged: {err}")
+            continue
+        for old, new in zip(captures, settled, strict=True):
+            said += [f"{layout}: {note}" for note in new.notes[len(old.notes) :]]
+        if claim is None and settled[0].final_kind is not None:
+            kinds[layout] = settled[0].final_kind
+    return tuple(sorted(kinds.items())), list(dict.fromkeys(said))
+
+
+def _sound(pairs: Pairs, tools: Tools) -> list[Capture]:
+    """At most `JUDGED` captures whose final state can be read, spread over the files.
+
+    One that holds NaN is passed over here; measuring it says what is wrong with it.
+    """
+    step = max(1, len(pairs) // JUDGED)
+    found: list[Capture] = []
+    for i in sorted(range(len(pairs)), key=lambda i: (i % step, i)):
+        if len(found) == JUDGED:
+            break
+        try:
+            c = open_with_final(*pairs[i], tools)
+            c.final()
         except (WorkbookError, OSError):
             continue
-        if FINAL in c.readers and seen[c.layout, c.final_kind] < JUDGED:
-            seen[c.layout, c.final_kind] += 1
-            chosen.append(c)
-        if sum(seen.values()) and min(seen.values()) >= JUDGED:
-            break
-    if not chosen:
-        return (), []
-    try:
-        settled, _ = settle_final(chosen, tools.head)
-    except WorkbookError as err:
-        return (), [f"final states not judged: {err}"]
-    kinds, said = {}, []
-    for old, new in zip(chosen, settled, strict=True):
-        said += [f"{new.layout}: {note}" for note in new.notes[len(old.notes) :]]
-        if old.final_kind is None and new.final_kind is not None:
-            kinds[new.layout] = new.final_kind
-    return tuple(sorted(kinds.items())), list(dict.fromkeys(said))
+        found.append(c)
+    return found
 
 
 def _base(contract: Contract, common: tuple, warnings: list[str]) -> Contract:
@@ -279,7 +340,7 @@ def _base(contract: Contract, common: tuple, warnings: list[str]) -> Contract:
 def _candidates(base: Contract, common: tuple, warnings: list[str]) -> list[tuple]:
     """Wirings to compare: every ordered choice, or the ascending ones when those are too many."""
     slots = len(base.taps)
-    found = [base.taps] if len(common) < slots else []
+    found: list[tuple] = []
     if math.perm(len(common), slots) <= MOST_ORDERED:
         found += ordered_choices(common, slots)
     else:
@@ -288,7 +349,7 @@ def _candidates(base: Contract, common: tuple, warnings: list[str]) -> list[tupl
             f"{math.perm(len(common), slots)} ordered choices of {slots} from {len(common)} states are too "
             f"many: {len(found)} ascending ones and the declared one were compared"
         )
-    return found if base.taps in found else [base.taps, *found]
+    return [base.taps, *(taps for taps in found if taps != base.taps)]  # first: ties are the declared one's
 
 
 # ---- command line -------------------------------------------------------------------------------
@@ -301,6 +362,7 @@ def make(request: Request, notebook: Path | None = None) -> Path:
     """
     import nbformat
     import papermill
+    from nbclient.exceptions import DeadKernelError
 
     from lib.notebook import NOTEBOOKS, clean, html
 
@@ -315,20 +377,42 @@ def make(request: Request, notebook: Path | None = None) -> Path:
     if notebook is None:
         raise refused("notebook", "notebooks/07_*.ipynb", "none", "check out the notebook")
     try:
-        papermill.execute_notebook(
-            notebook, folder / "report.ipynb", asdict(request), kernel_name="python3",
-            progress_bar=False, cwd=str(notebook.parent),
-        )  # fmt: skip
+        with writing(folder / "report.ipynb"):
+            papermill.execute_notebook(
+                notebook, folder / "report.ipynb", asdict(request), kernel_name="python3",
+                progress_bar=False, cwd=str(notebook.parent),
+            )  # fmt: skip
+    except DeadKernelError as err:
+        raise ReportError(
+            folder / "report.ipynb", "kernel", expected="a notebook that runs through",
+            found=f"its kernel died: {err}"[:300],
+            remedy="look for the system's out-of-memory killer; finished parts are kept, so run again",
+        ) from err  # fmt: skip
     except papermill.exceptions.PapermillExecutionError as err:
         raise ReportError(
             folder / "report.ipynb", f"cell {err.exec_count}", expected="a notebook that runs through",
             found=f"{err.ename}: {err.evalue}"[:300], remedy="open it: it stops at the cell at fault",
         ) from err  # fmt: skip
-    written = nbformat.read(folder / "report.ipynb", as_version=4)
-    clean(written)  # a page without a kernel has no use for controls, nor a reader for passed progress
-    nbformat.write(written, folder / "report.ipynb")
-    html([folder / "report.ipynb"], folder)
+    with writing(folder):
+        written = nbformat.read(folder / "report.ipynb", as_version=4)
+        written.cells = [c for c in written.cells if not NOT_EXPORTED & set(c.metadata.get("tags", ()))]
+        clean(written)  # a page without a kernel has no use for controls, nor a reader for passed progress
+        nbformat.write(written, folder / "report.ipynb")
+        html([folder / "report.ipynb"], folder)
+        _without_dead_links(folder / "report.html")
     return folder
+
+
+def _without_dead_links(page: Path) -> None:
+    """Links to other notebooks become plain text: they do not lie beside a report."""
+    from bs4 import BeautifulSoup
+
+    parsed = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")
+    for link in parsed.select("a[href]"):
+        target = urlsplit(link["href"])
+        if not target.scheme and not target.netloc and target.path.endswith((".ipynb", ".html")):
+            link.unwrap()
+    page.write_text(str(parsed), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -365,7 +449,7 @@ def _compare(args: dict[str, Any]) -> None:
     found = compare(args["before"], args["after"], args["which"])
     print(found)
     if args["out"]:
-        args["out"].write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+        save_comparison(found, args["out"])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from lib.metrics import bootstrap_interval, ratio, resample_weights
 from lib.norms import norm_table
 from lib.parts import SUMS
 from lib.request import Request
-from lib.sweep import Sweep
+from lib.sweep import FEWEST, Sweep
 from lib.taps import Stored, Tap
 
 TOP = 12  # rows of the sweep that a report keeps
@@ -149,7 +149,17 @@ def _doubts(totals: Totals, found_sweep: Mapping[str, Any]) -> list[str]:
             f"{several} texts hold several answers: each is walked on its own, and they are left out of the "
             "metric table"
         )
-    if found_sweep["gap"] is not None and not found_sweep["decided"]:
+    used = sum(part.count > 0 for part in totals.parts)
+    if not used:
+        doubts.append(
+            "no scored position has a true token in the draft's vocabulary: no wiring can be compared, the "
+            "declared one is kept; check the vocabulary map and the loss masks"
+        )
+    elif used < FEWEST:
+        doubts.append(
+            f"{used} conversations are too few for intervals (at least {FEWEST}): no winner is established"
+        )
+    elif found_sweep["gap"] is not None and not found_sweep["decided"]:
         doubts.append("the two best wirings cannot be told apart on these files: the gap may be zero")
     return doubts
 
@@ -227,16 +237,17 @@ def _result(request: Request, run: Run, measured: Measured) -> dict[str, Any]:
 
 def _sweep_data(swept: Sweep) -> dict[str, Any]:
     """The candidates from best to worst, and how far the first is ahead of the second."""
+    counted = int(swept.counts.sum()) > 0
     rows = [
         {
             "taps": texts(swept.contracts[i].taps),
-            "nats_a_token": float(swept.log_likelihood[i]),
-            "in_vocab_accuracy": float(swept.accuracy[i]),
+            "nats_a_token": float(swept.log_likelihood[i]) if counted else None,
+            "in_vocab_accuracy": float(swept.accuracy[i]) if counted else None,
         }
         for i in swept.order
     ]
     gaps = {"gap": None, "accuracy_gap": None}
-    if len(rows) > 1 and int(swept.counts.sum()):
+    if len(rows) > 1 and counted:
         for name, (value, low, high) in (("gap", swept.gap()), ("accuracy_gap", swept.accuracy_gap())):
             gaps[name] = {"value": value, "low": low, "high": high}
     return {
@@ -244,7 +255,7 @@ def _sweep_data(swept: Sweep) -> dict[str, Any]:
         "rows": rows[:TOP],
         "winner": rows[0]["taps"],
         "second": rows[1]["taps"] if len(rows) > 1 else None,
-        "decided": gaps["gap"] is not None and gaps["gap"]["low"] > 0,
+        "decided": swept.decided,
         **gaps,
     }
 
@@ -257,7 +268,8 @@ def _file_rows(measured: Measured) -> list[dict[str, Any]]:
     rows = []
     for i, part in enumerate(totals.parts):
         path = Path(part.file)
-        inside = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+        below = path != folder and path.is_relative_to(folder)  # `folder` may be the one file itself
+        inside = str(path.relative_to(folder)) if below else path.name
         row = {
             "name": inside if part.name in shared else part.name,
             "file": inside, "layout": part.layout, "positions": part.length, "scored": part.scored,

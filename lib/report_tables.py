@@ -14,9 +14,50 @@ from typing import Any
 import pandas as pd
 
 from lib.compare import check_report, read_report
+from lib.errors import ReportError
 from lib.evaluate import Totals
 from lib.metrics import Ratio
-from lib.request import Request
+from lib.parts import writing
+from lib.request import Request, is_local
+
+# What makes two requests two reports; files, depths, costs and device may differ in one.
+PATHS = ("draft", "captures", "target", "finals", "loss_masks")
+IDENTITY = (*PATHS, "taps", "convention", "layout", "dtype")
+
+
+def check_place(asked: Mapping[str, Any], folder: Path) -> None:
+    """Raise ReportError if the report's folder is a file, or holds the report of another request.
+
+    Args:
+        asked: the request's fields.
+        folder: where the report goes.
+    """
+    path = folder / "report.json"
+    if not is_local(str(folder)):
+        return
+    if not folder.is_dir():
+        raise ReportError(
+            folder, "out", expected="a folder for the report", found="a file",
+            remedy="name another place: OUT=...",
+        )  # fmt: skip
+    if not path.is_file():
+        return
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))["request"]
+        differ = [name for name in IDENTITY if _same_form(name, old[name]) != _same_form(name, asked[name])]
+        found = "; ".join(f"{name}: {old[name]!r}, now {asked[name]!r}" for name in differ)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as err:
+        found = f"another file of this name ({type(err).__name__}: {err})"
+    if found:
+        raise ReportError(
+            path, "request", expected="no report there, or one of the same request", found=found[:500],
+            remedy="name another folder with OUT=..., or move the old report away",
+        )  # fmt: skip
+
+
+def _same_form(name: str, value: str) -> str:
+    """A field so that two spellings of one local path are equal."""
+    return str(Path(value).resolve()) if name in PATHS and is_local(value) else value
 
 
 @dataclass(frozen=True)
@@ -41,13 +82,18 @@ class Report:
         return self.data
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write report.json, checked against its schema, into a folder (the request's if None)."""
+        """Write report.json, checked against its schema, into a folder (the request's if None).
+
+        Raises ReportError also where nothing can be written, or another request's report lies there.
+        """
         folder = Path(folder) if folder else Request(**self.data["request"]).folder
         check_report(self.data, folder / "report.json")
-        folder.mkdir(parents=True, exist_ok=True)
+        check_place(self.data["request"], folder)
         path, unfinished = folder / "report.json", folder / ".report.json.part"
-        unfinished.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            unfinished.replace(path)
         return path
 
     @property

@@ -102,8 +102,23 @@ class Request:
     @property
     def folder(self) -> Path:
         """Where the report goes."""
-        stems = [Path(p.partition("@")[0]).name for p in (self.draft, self.captures)]
+        stems = [_name(p) for p in (self.draft, self.captures)]
         return Path(self.out) if self.out else ROOT / "reports" / "-".join(stems)
+
+
+def _name(path_or_id: str) -> str:
+    """The last name of a path, also of "." and of a link; of a hub id, without its revision."""
+    if is_local(path_or_id):
+        return Path(path_or_id).resolve().name
+    return Path(path_or_id.partition("@")[0]).name
+
+
+def is_local(path_or_id: str) -> bool:
+    """Whether this is an existing path, which always wins over a hub id."""
+    try:
+        return bool(path_or_id) and Path(path_or_id).exists()
+    except (OSError, ValueError):  # too long for a file name, or a zero byte in it
+        return False
 
 
 def refused(name: str, expected: str, found: Any, remedy: str) -> ReportError:

@@ -8,7 +8,7 @@ refused shows its error there, and the form stays as it was filled in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,14 @@ LABEL = {"description_width": "9em"}
 WIDE = widgets.Layout(width="44em")
 
 
-def request_of(values: Mapping[str, Any]) -> Request:
-    """A request from the form's values; texts lose the blanks around them."""
+def request_of(values: Mapping[str, Any], defaults: Request | None = None) -> Request:
+    """A request from the form's values; texts lose the blanks around them.
+
+    What has no control (dtype, loss_masks, layout) stays as in `defaults`.
+    """
     known = {f.name for f in fields(Request)}
-    return Request(**{k: v.strip() if isinstance(v, str) else v for k, v in values.items() if k in known})
+    filled = {k: v.strip() if isinstance(v, str) else v for k, v in values.items() if k in known}
+    return Request(**((asdict(defaults) if defaults else {}) | filled))
 
 
 def path_field(
@@ -64,7 +68,9 @@ def controls(defaults: Request, start: Path) -> tuple[dict[str, widgets.Widget],
         found[name], row = path_field(name, question, folders_only, start)
         found[name].value = getattr(defaults, name)
         rows.append(row)
+    target_pass, drafting = defaults.verify_cost, defaults.draft_cost
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices += [defaults.device] if defaults.device not in devices else []  # checked by the request
     others: dict[str, widgets.Widget] = {
         "taps": widgets.Text(
             value=defaults.taps, description="stored taps", layout=WIDE,
@@ -73,24 +79,30 @@ def controls(defaults: Request, start: Path) -> tuple[dict[str, widgets.Widget],
         "convention": widgets.Dropdown(
             options=sorted(CONVENTIONS), value=defaults.convention, description="ids read as"
         ),
-        "device": widgets.Dropdown(options=devices, value="cpu", description="device"),
+        "device": widgets.Dropdown(options=devices, value=defaults.device, description="device"),
         "limit": widgets.BoundedIntText(
-            value=defaults.limit, min=0, max=10**9, description="files (0: all)"
+            value=defaults.limit, min=0, max=max(10**9, defaults.limit), description="files (0: all)"
         ),
         "depth": widgets.IntSlider(
-            value=defaults.depth, min=1, max=32, description="draft tokens", continuous_update=False
+            value=defaults.depth, min=1, max=max(32, defaults.depth), description="draft tokens",
+            continuous_update=False,
         ),
         "verify_cost": widgets.BoundedFloatText(
-            value=defaults.verify_cost, min=0.01, max=1000, step=0.1, description="target pass"
+            value=target_pass, min=min(0.01, target_pass), max=max(1000, target_pass), step=0.1,
+            description="target pass",
         ),
         "draft_cost": widgets.BoundedFloatText(
-            value=defaults.draft_cost, min=0.0, max=1000, step=0.01, description="a draft token"
+            value=drafting, min=0.0, max=max(1000, drafting), step=0.01, description="a draft token"
+        ),
+        "out": widgets.Text(
+            value=defaults.out, description="report goes to", layout=WIDE,
+            placeholder="a folder; reports/<draft>-<captures> if empty",
         ),
     }  # fmt: skip
     for control in others.values():
         control.style = LABEL
     rows += others.values()
-    costs = "The last two are costs in plain decoding steps: a target pass over a round, and one draft token."
+    costs = "Costs are in plain decoding steps: a target pass over a round, and one draft token."
     rows.append(widgets.HTML(costs))
     return found | others, rows
 
@@ -112,7 +124,7 @@ def request_form(make: Callable[[Request], None], defaults: Request, start: Path
         button.disabled = True
         with output:
             try:
-                make(request_of({name: control.value for name, control in found.items()}))
+                make(request_of({name: control.value for name, control in found.items()}, defaults))
             except WorkbookError as err:
                 print(err)
             finally:

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from lib.contract import Rope
+from lib.errors import ContractError
 
 
 def rope_table(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype):
     """cos and sin, (n, rotated / 2) each, for integer positions (n,).
 
     Frequencies and the attention factor come from transformers' `modeling_rope_utils`.
+
+    Raises ContractError for parameters that its formulas lack or cannot use.
     """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -24,16 +27,30 @@ def rope_table(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype)
         inv, factor = 1.0 / (rope.theta ** (steps / rotated)), 1.0
     else:
         params = dict(rope.params)
-        scaled = params.get("factor", 1.0) * params.get("original_max_position_embeddings", 2048)
-        config = LlamaConfig(
-            head_dim=rotated,
-            max_position_embeddings=int(scaled),  # no formula uses it; any other value draws a warning
-            rope_parameters={"rope_theta": rope.theta, "rope_type": rope.kind, **params},
-        )
-        inv, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, device="cpu")
+        if rope.kind in ("llama3", "yarn") and "original_max_position_embeddings" not in params:
+            raise _unusable(rope, "no original_max_position_embeddings")  # transformers would guess
+        try:
+            scaled = params.get("factor", 1.0) * params.get("original_max_position_embeddings", 2048)
+            config = LlamaConfig(
+                head_dim=rotated,
+                max_position_embeddings=int(scaled),  # no formula uses it; any other value draws a warning
+                rope_parameters={"rope_theta": rope.theta, "rope_type": rope.kind, **params},
+            )
+            inv, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, device="cpu")
+        except (KeyError, TypeError, ValueError, ArithmeticError) as err:
+            raise _unusable(rope, f"{type(err).__name__}: {err}"[:200]) from err
+        if not torch.isfinite(inv).all() or not math.isfinite(factor):
+            raise _unusable(rope, "frequencies that are NaN or Inf")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angles = positions.to(wide)[:, None] * inv.to(positions.device, wide)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def _unusable(rope: Rope, found: str) -> ContractError:
+    return ContractError(
+        "contract", "rope", expected=f"the parameters of {rope.kind} rotary embedding",
+        found=f"{rope}: {found}", remedy="copy them from the config that the draft was trained with",
+    )  # fmt: skip
 
 
 def latent_factor(rope: Rope) -> float:

@@ -27,6 +27,7 @@ from lib.errors import ContractError
 from lib.metrics import bootstrap_interval, resample_weights
 from lib.taps import Stored, Tap
 
+FEWEST = 5  # conversations; an interval over fewer says nothing: over one it has no width at all
 GROWTH = 1.5  # how far a race's next round goes: more rounds drop losers sooner, each costs some error
 
 
@@ -103,6 +104,13 @@ class Sweep:
         weights = resample_weights(len(counts))
         low, high = bootstrap_interval((weights @ gain) / (weights @ counts))
         return float(gain.sum() / counts.sum()), low, high
+
+    @property
+    def decided(self) -> bool:
+        """Whether the best is established: its gap's interval is above zero, over `FEWEST` conversations."""
+        if len(self.contracts) < 2 or int((self.counts > 0).sum()) < FEWEST:
+            return False
+        return self.gap()[1] > 0
 
     def summary(self, raced: Sweep | None = None) -> dict[str, str]:
         """The answer in words: winner, gaps with intervals, work; and whether a race agrees."""

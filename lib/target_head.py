@@ -17,6 +17,23 @@ from torch import Tensor
 from lib.errors import CheckpointError, MetricError
 from lib.weights import TensorFile, read_json, weight_files
 
+# What is read, by part. Anchored: layers (DeepSeek's MTP) and talkers have tensors of the same last name.
+PREFIX = r"((language_)?model\.)*"
+PARTS = {
+    "embed": rf"{PREFIX}embed_tokens\.weight",
+    "norm": rf"{PREFIX}norm\.weight",
+    "lm_head": rf"{PREFIX}lm_head\.weight",
+}
+BIAS = rf"{PREFIX}(norm|lm_head)\.bias"
+HEAD = "|".join((*PARTS.values(), BIAS))
+# Whose final norm multiplies by 1 + weight (transformers' modeling files), or is no RMSNorm (nemotron).
+OTHER_NORM = (
+    r"(recurrent_|t5|vault|pali|shield)?gemma.*|qwen3_next.*|qwen3_5.*|qwen4_exp.*|nemotron|minimax_m3.*"
+    r"|step3p7.*|muse_glimmer.*"
+)
+# Config key -> the value that changes nothing; logits here are lm_head(norm(x)) and no more.
+PLAIN = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+
 
 @dataclass(frozen=True)
 class TargetHead:
@@ -72,7 +89,8 @@ class TargetHead:
 def load_target_head(path: str | Path) -> TargetHead:
     """Embedding, final norm and lm_head of a target: a Hugging Face folder or a `.gguf` file.
 
-    Shards that hold none of the three are not opened.
+    Shards that hold none of the three are not opened. CheckpointError for a target whose logits are more
+    than lm_head(RMSNorm(x)): scaled, capped, biased, or normed by 1 + weight.
     """
     path = Path(path)
     if path.suffix == ".gguf":
@@ -84,31 +102,14 @@ def load_target_head(path: str | Path) -> TargetHead:
             path / "config.json", "num_hidden_layers", expected="the number of decoder layers",
             found="none", remedy="give the target's own config.json",
         )  # fmt: skip
-    names = {}
-    for part, candidates in (
-        ("embed", r"(.*\.)?embed_tokens\.weight"),
-        ("norm", r"((language_)?model\.)*norm\.weight"),
-        ("lm_head", r"(.*\.)?lm_head\.weight"),
-    ):
-        names[part] = candidates
-    files = weight_files(path, "|".join(names.values()))
-    found: dict[str, Tensor] = {}
-    for file, wanted in files:
-        parts = {
-            part: name
-            for name in (wanted if wanted is not None else TensorFile(file))
-            for part, rule in names.items()
-            if re.fullmatch(rule, name)
-        }
-        if parts:
-            shard = TensorFile(file)
-            found |= {part: shard[name] for part, name in parts.items()}
+    _refuse_other_logits(path, config, text)
+    found = _parts(path)
     if "lm_head" not in found and text.get("tie_word_embeddings", True) and "embed" in found:
         found["lm_head"] = found["embed"]
-    for part in names:
+    for part, rule in PARTS.items():
         if part not in found:
             raise CheckpointError(
-                path, part, expected=f"a tensor matching {names[part]}", found="none",
+                path, part, expected=f"a tensor matching {rule}", found="none",
                 remedy="give a target in transformers' format (Llama-style names)",
             )  # fmt: skip
     eps = text.get("rms_norm_eps", 1e-6)
@@ -120,6 +121,51 @@ def load_target_head(path: str | Path) -> TargetHead:
     _check_shapes(path, **found)
     layers = text["num_hidden_layers"]
     return TargetHead(path, found["embed"], found["norm"], found["lm_head"], float(eps), layers, config)
+
+
+def _parts(path: Path) -> dict[str, Tensor]:
+    """The tensors that match `PARTS`; CheckpointError if two match one part, or one is a bias."""
+    found: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for file, wanted in weight_files(path, HEAD):
+        shard = TensorFile(file)
+        for name in sorted(wanted if wanted is not None else shard):
+            if re.fullmatch(BIAS, name):
+                raise CheckpointError(
+                    file, name, expected="logits that are lm_head(norm(x)), without a bias", found="a bias",
+                    remedy="this target's logits are not computed here; leave the target out",
+                )  # fmt: skip
+            part = next((p for p, rule in PARTS.items() if re.fullmatch(rule, name)), None)
+            if part in names:
+                raise CheckpointError(
+                    file, part, expected="one tensor", found=f"{names[part]} and {name}",
+                    remedy="give the folder of the text model alone",
+                )  # fmt: skip
+            if part:
+                names[part], found[part] = name, shard[name]
+    return found
+
+
+def _refuse_other_logits(path: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
+    """CheckpointError for a target whose config asks for more than lm_head(norm(x))."""
+    for values in (config, text):
+        kind = values.get("model_type")
+        if isinstance(kind, str) and re.fullmatch(OTHER_NORM, kind):
+            raise CheckpointError(
+                path / "config.json", "model_type", expected="a target whose final norm is a plain RMSNorm",
+                found=f"{kind}, whose norm is another (1 + weight, or a LayerNorm)",
+                remedy="its logits are not computed here; leave the target out",
+            )  # fmt: skip
+        for key, plain in PLAIN.items():
+            if values.get(key) is not None and values[key] != plain:
+                raise _scaled(path / "config.json", key, values[key])
+
+
+def _scaled(where: Path, key: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        where, key, expected="logits that are lm_head(norm(x)) as they are", found=repr(value)[:80],
+        remedy="this target's logits are not computed here; leave the target out",
+    )  # fmt: skip
 
 
 def _check_shapes(path: Path, embed: Tensor, norm: Tensor, lm_head: Tensor) -> None:
@@ -157,9 +203,23 @@ def _target_head_from_gguf(path: Path) -> TargetHead:
                 remedy="give a GGUF of a Llama-style model",
             )  # fmt: skip
         # An F32 tensor comes back as a view of the read-only file: copied only then.
-        return torch.from_numpy(
-            np.require(dequantize(tensors[name].data, tensors[name].tensor_type), None, "W")
-        )
+        kind = tensors[name].tensor_type
+        try:
+            return torch.from_numpy(np.require(dequantize(tensors[name].data, kind), None, "W"))
+        except (NotImplementedError, KeyError, ValueError, TypeError) as err:
+            raise CheckpointError(
+                path, name, expected="a type that the gguf package can dequantise",
+                found=f"{getattr(kind, 'name', kind)}: {' '.join(str(err).split())[:120]}",
+                remedy="give the target unquantised, or as Q8_0",
+            ) from err  # fmt: skip
+
+    for key, plain in (("final_logit_softcapping", None), ("logit_scale", 1.0)):
+        stated = reader.fields.get(f"{arch}.{key}")
+        if stated is not None and stated.contents() != plain:
+            raise _scaled(path, f"{arch}.{key}", stated.contents())
+    for name in ("output.bias", "output_norm.bias"):
+        if name in tensors:
+            raise _scaled(path, name, "a bias")
 
     embed = read("token_embd.weight")
     head = read("output.weight") if "output.weight" in tensors else embed

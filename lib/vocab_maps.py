@@ -84,6 +84,8 @@ def _doubts(ids: Tensor, t2d: Tensor | None, rows: int, vocab: int) -> list[str]
     notes, inside = [], ids[(ids >= 0) & (ids < vocab)]
     if outside := rows - len(inside):
         notes.append(f"d2t sends {outside} of {rows} draft ids outside 0..{vocab - 1} (fault 20)")
+    if twice := len(inside) - len(inside.unique()):
+        notes.append(f"d2t sends {twice} of {rows} draft ids to a target id that another one has too")
     if rows < vocab and torch.equal(ids, torch.arange(rows)):
         notes.append(f"d2t is all zeros: draft ids are target ids 0..{rows - 1} (fault 21)")
     if t2d is not None and t2d.any():  # some writers leave it all zero when nothing is pruned

@@ -112,12 +112,10 @@ class TensorFile:
             }
         else:
             data = load_pickle(file, CheckpointError)
-            if not isinstance(data, dict) or not all(
-                isinstance(n, str) and isinstance(t, Tensor) for n, t in data.items()
-            ):
+            if wrong := _not_a_state_dict(data):
                 raise CheckpointError(
                     file, "file", expected="a state dict (name -> tensor)",
-                    found=type(data).__name__, remedy="save model.state_dict(), not the model",
+                    found=wrong, remedy="save model.state_dict() alone, not the model nor a dict around it",
                 )  # fmt: skip
             found = {name: (lambda t=tensor: t) for name, tensor in data.items()}
             shapes = {name: (lambda t=tensor: tuple(t.shape)) for name, tensor in data.items()}
@@ -125,6 +123,14 @@ class TensorFile:
         if absent:
             raise CheckpointError(
                 file, "index", expected=f"tensors {absent}", found="not in this shard",
+                remedy="the index and the shards are of different saves; download both again",
+            )  # fmt: skip
+        surplus = [] if wanted is None else sorted(set(found) - wanted)
+        if surplus:
+            # An engine that reads whole shards would use them, one that goes by the index would not.
+            raise CheckpointError(
+                file, "index", expected="every tensor of the shard named in the index",
+                found=f"{len(surplus)} that it leaves out: {surplus[:4]}",
                 remedy="the index and the shards are of different saves; download both again",
             )  # fmt: skip
         for name in found if wanted is None else sorted(wanted):
@@ -156,6 +162,18 @@ class TensorFile:
                 remedy="check the framework's key prefix (midlayer. or layers.0.)",
             )  # fmt: skip
         return self._get[name]()
+
+
+def _not_a_state_dict(data: Any) -> str:
+    """What is wrong with a pickle that should hold name -> tensor; "" if nothing is."""
+    if not isinstance(data, dict):
+        return type(data).__name__
+    for name, value in data.items():
+        if not isinstance(name, str):
+            return f"a dict with a key of type {type(name).__name__}: {str(name)[:80]}"
+        if not isinstance(value, Tensor):
+            return f"a dict whose {name[:80]!r} is of type {type(value).__name__}"
+    return ""
 
 
 def weight_files(path: Path, rule: str = ".*") -> list[tuple[Path, set[str] | None]]:

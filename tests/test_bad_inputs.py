@@ -126,6 +126,14 @@ class Kit:
     def draft(self, config: dict | None = None, layer: dict | None = None, **tensors) -> Draft:
         return load_draft(self.draft_files(config, layer, **tensors))
 
+    def two_layers(self, **tensors) -> Draft:
+        """The draft with a second layer: the first's tensors, its attention on states alone."""
+        second = {n.replace("layers.0", "layers.1"): t for n, t in self.weights.items() if "layers.0" in n}
+        del second["layers.1.hidden_norm.weight"]
+        second = {n: t[:, :HIDDEN] if re.search("[qkv]_proj", n) else t for n, t in second.items()}
+        second = {n: t.clone() for n, t in second.items()}
+        return self.draft(layer={"num_hidden_layers": 2}, **second | tensors)
+
     def weight(self, name: str, change: Callable[[Tensor], Tensor]) -> Draft:
         return self.draft(**{name: change(self.weights[name].clone())})
 
@@ -134,6 +142,13 @@ class Kit:
         tensors, flat = to_midlayer(self.weights, self.config)
         tensors["embed_tokens.weight"] = self.weights["embed_tokens.weight"]
         return load_draft(write_checkpoint(self.folder / "draft", tensors, flat | config))
+
+    def midlayer_with(self, config: dict | None = None, **changes) -> Draft:
+        """The flat family with changed tensors too."""
+        tensors, flat = to_midlayer(self.weights, self.config)
+        tensors |= {"embed_tokens.weight": self.weights["embed_tokens.weight"], **changes}
+        tensors = {k: v for k, v in tensors.items() if v is not None}
+        return load_draft(write_checkpoint(self.folder / "draft", tensors, flat | (config or {})))
 
     def raw_config(self, text: str) -> Draft:
         folder = self.draft_files()
@@ -244,6 +259,8 @@ CAPTURES = [
          CaptureError, OURS, "states", "all of one hidden size", r"\[8, 32\]", "save_capture"),
     Case("our capture without states", lambda k: k.ours(**{"tap.0": None, "final": None}),
          CaptureError, OURS, "states", "at least one state", r"\[\]", "save_capture"),
+    Case("a tap number of 5000 digits", lambda k: k.ours(**{"tap." + "9" * 5000: k.states[1]}),
+         CaptureError, OURS, "keys", "tap", "unexpected", "framework"),
     Case("final state of unknown kind", lambda k: k.ours(kind=""),
          CaptureError, OURS, "final_kind", "pre_norm or post_norm", "None", "final_kind="),
     # Token ids and masks.
@@ -323,7 +340,11 @@ CHECKPOINTS = [
     Case("bin holds a whole trainer state", lambda k: load_draft(
             write_checkpoint(k.folder / "draft", {}, k.config, kind="bin") and k.file(
                 "draft/pytorch_model.bin", {"model": {"fc.weight": torch.ones(2)}, "step": 3}).parent),
-         CheckpointError, "pytorch_model.bin", "file", "a state dict", "dict", "state_dict"),
+         CheckpointError, "pytorch_model.bin", "file", "a state dict", "'model' is of type dict", "alone"),
+    Case("bin with a number for a name", lambda k: load_draft(
+            write_checkpoint(k.folder / "draft", {}, k.config, kind="bin") and k.file(
+                "draft/pytorch_model.bin", {7: torch.ones(2)}).parent),
+         CheckpointError, "pytorch_model.bin", "file", "a state dict", "key of type int: 7", "alone"),
     # Index.
     Case("index names a missing shard", lambda k: k.indexed(dict, Path.unlink),
          CheckpointError, INDEX, "model-00002", "beside the index", "no such file", "missing shard"),
@@ -338,6 +359,10 @@ CHECKPOINTS = [
     Case("index and shards of different saves", lambda k: k.indexed(
             lambda m: m | {"fc.weight": m["d2t"]}),
          CheckpointError, "model-0000", "index", r"fc\.weight", "not in this shard", "different saves"),
+    Case("index leaves tensors of its shards out", lambda k: k.indexed(
+            lambda m: {n: s for n, s in m.items() if n != "fc.weight"}),
+         CheckpointError, "model-0000", "index", "every tensor", r"1 that it leaves out: \['fc\.weight'\]",
+         "different saves"),
     # Tensors.
     Case("missing tensor", lambda k: k.draft(**{Q: None}),
          CheckpointError, "draft", "q_proj", "this tensor", r"close: \['layers\.0\.self_attn", "prefix"),
@@ -360,6 +385,13 @@ CHECKPOINTS = [
          CheckpointError, "draft", r"layers\.0\.q", "finite", "NaN or Inf", "never initialised"),
     Case("embedding table never filled", lambda k: k.weight("embed_tokens.weight", lambda w: w * torch.nan),
          CheckpointError, "draft", "embed_tokens.weight", "finite", "NaN or Inf", "target="),
+    Case("a layer number of 5000 digits", lambda k: k.draft(**{f"layers.{'9' * 5000}.x": torch.ones(1)}),
+         CheckpointError, WEIGHTS, "layers", "knows", "unknown", "silently"),
+    Case("lm_head of no axes", lambda k: k.midlayer_with(**{"lm_head.weight": torch.tensor(1.0)}),
+         CheckpointError, WEIGHTS, "lm_head.weight", r"\('any', 32\)", r"\(\)", "check"),
+    Case("a norm that no later layer has", lambda k: k.two_layers(**{
+            "layers.1.hidden_norm.weight": torch.ones(HIDDEN)}),
+         CheckpointError, WEIGHTS, r"layers\.1\.hidden_norm", "knows", "unknown", "silently"),
     Case("no embedding and no target", lambda k: k.draft(**{"embed_tokens.weight": None}),
          CheckpointError, "draft", "embed_tokens.weight", "target to take", "neither", "pass target="),
     Case("second layer lost", lambda k: k.draft(layer={"num_hidden_layers": 2}),
@@ -388,6 +420,42 @@ CHECKPOINTS = [
          CheckpointError, CONFIG, "rope_theta", "a positive number", "'1e4'", "trained with"),
     Case("rope of an unknown kind", lambda k: k.midlayer(rope_scaling={"type": "longrope"}),
          CheckpointError, CONFIG, "rope_type", "llama3 or yarn", "longrope", "not supported"),
+    Case("linear rope without its factor", lambda k: k.midlayer(rope_scaling={"type": "linear"}),
+         CheckpointError, CONFIG, "factor", "a positive number", "None", "trained with"),
+    Case("rope factor in quotes", lambda k: k.midlayer(rope_scaling={"type": "linear", "factor": "8"}),
+         CheckpointError, CONFIG, "factor", "a positive number", "'8'", "trained with"),
+    Case("rope factor of nought", lambda k: k.midlayer(rope_scaling={"type": "linear", "factor": 0}),
+         CheckpointError, CONFIG, "factor", "a positive number", "0", "trained with"),
+    Case("llama3 rope without its bands", lambda k: k.midlayer(
+            rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+         CheckpointError, CONFIG, "low_freq_factor", "a positive number", "None", "trained with"),
+    Case("llama3 rope with equal bands", lambda k: k.midlayer(rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}),
+         CheckpointError, CONFIG, "high_freq_factor", "more than low_freq_factor 4", "4", "original"),
+    Case("yarn factor of NaN", lambda k: k.midlayer(rope_scaling={"type": "yarn", "factor": float("nan")}),
+         CheckpointError, CONFIG, "factor", "a positive number", "nan", "trained with"),
+    Case("yarn mscale in quotes", lambda k: k.midlayer(
+            rope_scaling={"type": "yarn", "factor": 4, "mscale": "1"}),
+         CheckpointError, CONFIG, "mscale", "a number", "'1'", "without quotes"),
+    Case("yarn mscale beyond a float", lambda k: k.midlayer(
+            rope_scaling={"type": "yarn", "factor": 4, "mscale": 10**400}),
+         CheckpointError, CONFIG, "mscale", "a finite number", "1000", "original export"),
+    Case("yarn without any length", lambda k: k.midlayer(
+            rope_scaling={"type": "yarn", "factor": 4}, max_position_embeddings=None),
+         CheckpointError, CONFIG, "max_position_embeddings", "a positive number", "None", "trained with"),
+    Case("rope_theta beyond a float", lambda k: k.midlayer(rope_theta=10**400),
+         CheckpointError, CONFIG, "rope_theta", "a positive number", "1000", "trained with"),
+    Case("rms_norm_eps beyond a float", lambda k: k.midlayer(rms_norm_eps=10**400),
+         CheckpointError, CONFIG, "rms_norm_eps", "a positive number", "1000", "trained with"),
+    Case("heads that do not divide", lambda k: k.midlayer(num_key_value_heads=3),
+         CheckpointError, CONFIG, "num_key_value_heads", "a divisor of 4", "3", "original export"),
+    Case("an odd head", lambda k: k.midlayer(head_dim=7),
+         CheckpointError, CONFIG, "head_dim", "pairs of rotated", "7 rotated of 7", "original export"),
+    Case("more rotary than head", lambda k: k.midlayer(partial_rotary_factor=2.0),
+         CheckpointError, CONFIG, "partial_rotary_factor", "at most 1", "2.0", "original export"),
+    Case("hidden_size an object", lambda k: k.midlayer_with(
+            {"hidden_size": {"a": 1}}, **{"fc.weight": None, "midlayer.hidden_norm.weight": None}),
+         CheckpointError, CONFIG, "hidden_size", "a positive number", "'a'", "trained with"),
     Case("nested config not an object", lambda k: k.draft(config={"eagle_config": [1]}),
          CheckpointError, CONFIG, "eagle_config", "an object", r"\[1\]", "original export"),
     Case("flag in quotes", lambda k: k.midlayer(norm_before_residual="false"),
@@ -405,6 +473,9 @@ CHECKPOINTS = [
     # Norms.
     Case("norm flag without tensor", lambda k: k.draft(config={"norm_before_fc": True}),
          CheckpointError, "draft", "norm_before_fc", r"norm_before_fc=True", "no such tensors", "fault 16"),
+    Case("norm flag under eagle_config without tensor", lambda k: k.midlayer(
+            eagle_config={IDS: [0, 3, 4], "norm_before_fc": True}),
+         CheckpointError, "draft", "norm_before_fc", r"norm_before_fc=True", "no such tensors", "fault 16"),
     Case("norm tensor without flag", lambda k: k.draft(**{"input_norm.weight": torch.ones(3 * HIDDEN)}),
          CheckpointError, "draft", "norm_before_fc", r"norm_before_fc=False", "the tensors", "fault 16"),
     Case("fc_norm flag without tensors", lambda k: k.draft(config={"fc_norm": True}),
@@ -421,6 +492,17 @@ CHECKPOINTS = [
          CheckpointError, "target", "norm", "a tensor matching", "none", "Llama-style"),
     Case("target without its depth", lambda k: k.target(config={"num_hidden_layers": None}),
          CheckpointError, CONFIG, "num_hidden_layers", "decoder layers", "none", "own config.json"),
+    Case("target whose norm adds one", lambda k: k.target(config={"model_type": "gemma3_text"}),
+         CheckpointError, CONFIG, "model_type", "plain RMSNorm", "gemma3_text", "leave the target out"),
+    *(Case(f"target with {key}", lambda k, key=key: k.target(config={key: 30.0}),
+           CheckpointError, CONFIG, key, r"lm_head\(norm\(x\)\)", "30.0", "leave the target out")
+      for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")),
+    Case("target with a bias in its norm", lambda k: k.target(**{"model.norm.bias": torch.ones(HIDDEN)}),
+         CheckpointError, WEIGHTS, r"model\.norm\.bias", "without a bias", "a bias", "leave the target out"),
+    Case("target with two embeddings", lambda k: k.target(
+            **{"model.language_model.embed_tokens.weight": torch.ones(VOCAB, HIDDEN)}),
+         CheckpointError, WEIGHTS, "embed", "one tensor", "model.embed_tokens.* and |language_model",
+         "text model alone"),
     Case("target GGUF truncated", lambda k: load_target_head(k.file("t.gguf", b"GGUF\3\0\0\0")),
          CheckpointError, "t.gguf", "gguf", "a complete GGUF", ".+", "again"),
     Case("target GGUF missing", lambda k: load_target_head(k.folder / "t.gguf"),
@@ -441,6 +523,11 @@ FIT = [
          ContractError, PT, "tap embed", "stored0", "lacks", "name the stored states"),
     Case("a norm the draft lacks", lambda k: k.predict(change={"fc_input_norm": "input_norm"}),
          ContractError, "draft", "input_norm", "input_norm weights", "none", "trained with"),
+    Case("an embedding with NaN in rows in use", lambda k: DraftForward(k.weight(
+            "embed_tokens.weight", lambda w: with_value(w, torch.nan, 50))).predict(
+            [k.legacy(taps=NAMES, input_ids=torch.full((L,), 50))]),
+         CheckpointError, "draft", "embed_tokens.weight", "finite", "of 1 tokens in use, such as id 50",
+         "target="),
     Case("no depth", lambda k: k.predict(depths=0),
          ContractError, "predict", "depths", "1 or more", "0", "depths=1"),
     Case("no captures", lambda k: k.predict(captures=[]),
@@ -484,6 +571,7 @@ def test_the_kit_is_sound(kit):
     """Without a change nothing raises, so every error above is about its change."""
     assert len(kit.legacy()) == len(kit.stack()) == len(kit.ours()) == L
     assert kit.draft().draft_vocab == kit.midlayer().draft_vocab == DRAFT_VOCAB
+    assert len(kit.two_layers().layers) == 2
     assert kit.indexed(dict).notes == ()
     assert kit.target().n_layers == 6
     assert kit.predict(depths=2).hit.shape[1] == 2

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 
+from lib import containers
 from lib.capture_formats import CAPTURE_FORMATS, recognise
 from lib.captures import NO_MASK, Capture, capture_files, open_capture, open_folder
 from lib.checkpoints import load_draft
@@ -205,6 +209,19 @@ def test_gzipped_states_stay_on_disk_until_asked_for(tmp_path, rng):
         assert torch.equal(capture.state(TAPS[2]), made.states[TAPS[2]])
 
 
+def test_a_gzip_file_that_changed_after_it_was_opened(tmp_path, made):
+    """It is unpacked again when a state is read: another text's states are not taken for this one's."""
+    path = WRITERS["specforge-gz"].write(tmp_path, made)
+    capture = open_capture(path)
+    data = torch.load(BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
+    buffer = BytesIO()
+    torch.save({k: v[:, :-1] if k.endswith("hidden_state") else v for k, v in data.items()}, buffer)
+    path.write_bytes(gzip.compress(buffer.getvalue()))
+    containers._unpacked.cache_clear()
+    with pytest.raises(CaptureError, match="hidden_state: expected the file as it was when it was opened"):
+        capture.stored(0)
+
+
 def test_a_gzip_bomb_is_not_unpacked(tmp_path):
     """80 MiB of zeros in 80 kB: stopped at the bound."""
     path = tmp_path / "data_0.ckpt.gz"
@@ -275,6 +292,8 @@ BAD = [
      "loss_mask", "one value per token"),
     ("specforge", "mask all zero", with_(loss_mask=lambda t: t * 0), "loss_mask", "at least one scored"),
     ("specforge", "mask not binary", with_(loss_mask=lambda t: t * 2), "loss_mask", "zeros and ones"),
+    ("specforge", "uint16 mask not binary", with_(loss_mask=lambda t: (t * 2).to(torch.uint16)),
+     "loss_mask", "zeros and ones.*up to 2"),
     ("specforge", "complex mask", with_(loss_mask=lambda t: t * 1j), "loss_mask", "complex64"),
     ("specforge", "sparse last", with_(hidden_state=lambda t: t.to_sparse()), "hidden_state", "sparse_coo"),
     ("specforge", "fp8 aux", with_(aux_hidden_state=lambda t: t.to(F8)), "aux_hidden_state", "fp8"),
@@ -316,6 +335,22 @@ def test_bad_file_is_one_clear_error(tmp_path, made, name, case, change, field, 
     assert error.where == str(path) and error.remedy
     assert re.fullmatch(field, error.field), error
     assert re.search(says, str(error)), error
+
+
+@pytest.mark.parametrize("room", [0, 1 << 12])
+def test_a_full_temporary_disk_is_not_the_files_fault(tmp_path, made, room):
+    """The process may write so many bytes per file, as a full disk would have it; the capture is sound."""
+    path = WRITERS["specforge-gz"].write(tmp_path, made)
+    code = (
+        "import resource, sys; from lib.captures import open_capture; from lib.errors import CaptureError\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, resource.RLIM_INFINITY))\n"
+        "try:\n    open_capture(sys.argv[1])\n"
+        "except CaptureError as err:\n    print(err.where, err.field, err.remedy, sep='|')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    where, field, remedy = ran.stdout.strip().split("|")
+    assert (where, field) == (str(path), "temporary file")
+    assert "free space in $TMPDIR" in remedy
 
 
 class RunsCode:

@@ -30,11 +30,12 @@ def write_ours(path, tensors, **kwargs):
     return path
 
 
-def write_masks(folder, masks, shards=1):
+def write_masks(folder, masks, shards=1, ids=None):
     """A preprocessed dataset, as the library that speculators uses writes it."""
     from datasets import Dataset
 
-    rows = {"input_ids": [[1] * len(m) for m in masks], "loss_mask": masks}
+    columns = {} if ids is None else {"input_ids": [i.tolist() for i in ids]}
+    rows = columns | {"loss_mask": masks}
     Dataset.from_dict(rows).with_format("torch").save_to_disk(folder, num_shards=shards)
     return folder
 
@@ -73,9 +74,25 @@ def test_arrow_masks_of_the_datasets_library(tmp_path, rng, shards):
     for i, tensors in enumerate(made.values()):
         write_stack(tmp_path / f"hs_{i}.safetensors", tensors)
     masks = [t["loss_mask"].long().tolist() for t in made.values()]
-    arrow = write_masks(tmp_path.parent / f"arrow{shards}", masks, shards)
+    ids = [t["input_ids"] for t in made.values()]
+    arrow = write_masks(tmp_path.parent / f"arrow{shards}", masks, shards, ids)
     folder = open_folder(tmp_path, loss_masks=arrow)
     assert [c.loss_mask.long().tolist() for c in folder.captures] == masks
+
+
+def test_arrow_masks_of_another_text_are_refused(tmp_path, rng):
+    """Rows of equal length in another order: only the tokens tell whose mask it is."""
+    made = [random_capture_tensors(8, rng) for _ in range(2)]
+    for i, tensors in enumerate(made):
+        write_stack(tmp_path / f"hs_{i}.safetensors", tensors)
+    ids = [t["input_ids"] for t in made]
+    ids[1] = torch.cat([ids[1][:3], (ids[1][3:] + 1) % 90])
+    arrow = write_masks(tmp_path.parent / "shuffled", [[0, 1] * 4, [1, 0] * 4], ids=ids)
+    with pytest.raises(
+        CaptureError, match=r"token ids: expected the tokens of row 1 .* at position 3"
+    ) as caught:
+        open_folder(tmp_path, loss_masks=arrow)
+    assert caught.value.where.endswith("hs_1.safetensors")
 
 
 def test_arrow_masks_without_the_datasets_library(tmp_path, rng):
@@ -103,6 +120,53 @@ def test_without_a_mask_every_position_counts_and_the_notes_say_so(tmp_path, rng
 
 
 # ---- names ------------------------------------------------------------------------------------
+
+
+def test_names_never_replace_recorded_taps(tmp_path, rng):
+    """A file that says which taps it holds is believed: renaming its states would be the incident itself."""
+    tensors = random_capture_tensors(9, rng)
+    capture = open_capture(write_ours(tmp_path / "c.safetensors", tensors))
+    recorded = [str(t) for t in capture.taps]
+    other = [*recorded[1:], "layer59"]
+    with pytest.raises(
+        CaptureError, match=r"taps: expected .*the taps that the file records, found .*layer59"
+    ):
+        open_capture(capture.path, taps=other)
+    assert open_capture(capture.path, taps=recorded).taps == capture.taps
+    assert open_capture(capture.path, taps={len(recorded) + 1: [*other, "layer60"]}).notes == capture.notes
+    kept = open_capture(capture.path, taps={len(recorded): other})
+    assert kept.taps == capture.taps
+    assert any("records its taps itself" in note for note in kept.notes)
+    assert torch.equal(kept.stored(1), capture.stored(1))
+
+
+@pytest.mark.parametrize("change", ["removed", "other shape", "garbage"])
+def test_a_file_that_changed_after_it_was_opened(tmp_path, rng, change):
+    """States are read late: what happened meanwhile is a typed error too."""
+    path = write_stack(tmp_path / "hs_0.safetensors", random_capture_tensors(9, rng))
+    capture = open_capture(path)
+    path.unlink()
+    if change == "other shape":
+        write_stack(path, random_capture_tensors(9, rng, states=2))
+    elif change == "garbage":
+        path.write_bytes(b"no tensors")
+    with pytest.raises(CaptureError, match="hidden_states: expected the file as it was when it was opened"):
+        capture.stored(0)
+
+
+def test_every_length_of_a_safetensors_header_is_read(tmp_path):
+    """Its first byte is the low byte of a length: 0x80 of one in 32, which also begins a pickle."""
+    from lib.detect import detect
+
+    ids, seen = torch.arange(4), set()
+    for n in range(0, 264, 8):
+        path = tmp_path / f"hs_{n}.safetensors"
+        tensors = {"token_ids": ids, "hidden_states": torch.ones(4, 3, 8)}
+        save_file(tensors, path, metadata={"x": "y" * n})
+        seen.add(path.read_bytes()[0])
+        assert torch.equal(open_capture(path).token_ids, ids)
+        assert detect(path).kind == "capture"
+    assert 0x80 in seen
 
 
 def test_states_nobody_named_say_so(tmp_path, rng):

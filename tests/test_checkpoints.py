@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lib.captures import open_capture
 from lib.checkpoints import Layer, load_draft
+from lib.contract import Rope
 from lib.draft import DraftForward
 from lib.errors import CheckpointError, ContractError
 from lib.taps import Tap
@@ -322,6 +324,15 @@ def test_normed_state_is_not_normed_again(target):
     assert (head.logits(normed, final_kind="pre_norm") - right).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["model.layers.6.embed_tokens.weight", "talker.lm_head.weight"])
+def test_other_tensors_of_the_same_last_name_are_not_taken(target, tmp_path, name):
+    """DeepSeek's MTP layer keeps an embedding of its own, a talker its head."""
+    shutil.copytree(target.folder / "whole", tmp_path / "t")
+    file = tmp_path / "t" / "model.safetensors"
+    save_file(load_file(file) | {name: torch.full((VOCAB, HIDDEN), 7.0)}, file)
+    assert_is_head_of(load_target_head(tmp_path / "t"), target)
+
+
 @pytest.mark.parametrize("fate", ["deleted", "garbage"])
 def test_other_shards_are_never_opened(target, tmp_path, fate):
     """A 600 GB target needs its first and last shard on disk, no more."""
@@ -382,3 +393,104 @@ def test_a_draft_borrows_only_from_a_target_of_its_width(native, tmp_path):
     wide = replace(native.target, embed=torch.zeros(VOCAB, 2 * HIDDEN))
     with pytest.raises(CheckpointError, match=rf"a target of hidden size {HIDDEN}, found {2 * HIDDEN} in "):
         load_draft(midlayer(native, tmp_path / "d"), target=wide)
+
+
+def test_a_borrowed_table_has_a_row_for_every_id(native, tmp_path):
+    """Fewer rows are refused with the right remedy; more, as of a padded table, are noted."""
+    folder = midlayer(native, tmp_path / "d")
+    small = replace(native.target, embed=native.target.embed[:-5])
+    with pytest.raises(CheckpointError, match=rf"with the {VOCAB} rows of vocab_size, found {VOCAB - 5} in "):
+        load_draft(folder, target=small)
+    more = replace(native.target, embed=torch.cat([native.target.embed, torch.zeros(7, HIDDEN)]))
+    draft = load_draft(folder, target=more)
+    note = f"embed_tokens.weight not in the checkpoint: the target's is used, whose {VOCAB + 7} rows are more"
+    assert any(n.startswith(note) for n in draft.notes)
+    assert_same_draft(
+        load_draft(folder, target=native.target), replace(draft, embed=native.target.embed), native.captures
+    )
+
+
+def test_gguf_with_scaled_logits_is_refused(target, tmp_path):
+    """Gemma 2 caps its logits: what is computed here would not be them."""
+    from gguf import GGUFWriter
+
+    def capped(self, eps):
+        self.add_float32("llama.final_logit_softcapping", 30.0)
+        add(self, eps)
+
+    add = GGUFWriter.add_layer_norm_rms_eps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_layer_norm_rms_eps", capped)
+        path = write_gguf(tmp_path / "t.gguf", target)
+    with pytest.raises(CheckpointError, match=r"final_logit_softcapping: expected .*lm_head\(norm\(x\)\)"):
+        load_target_head(path)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+        {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4,
+         "original_max_position_embeddings": 8192},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_frequencies_equal_transformers_own(native, tmp_path, scaling):
+    """From the same config.json: without a length of its own, yarn takes the config's."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from lib.rope import rope_table
+
+    config = {"rope_scaling": scaling, "max_position_embeddings": 32768}
+    draft = load_draft(midlayer(native, tmp_path, config=config), target=native.target)
+    values = {k: v for k, v in scaling.items() if k != "type"} | {"rope_theta": 1e4}
+    values.setdefault("rope_type", scaling.get("type"))
+    theirs = LlamaConfig(head_dim=128, max_position_embeddings=32768, rope_parameters=values)
+    inv, factor = ROPE_INIT_FUNCTIONS[values["rope_type"]](theirs, device="cpu")
+    cos, sin = rope_table(draft.contract.rope, 128, torch.tensor([1]), torch.float64)
+    assert torch.allclose(torch.atan2(sin[0], cos[0]), inv.double(), rtol=1e-9)
+    assert torch.allclose(torch.hypot(sin[0], cos[0]), torch.tensor(factor, dtype=torch.float64))
+    noted = any("original_max_position_embeddings not in" in n and "32768" in n for n in draft.notes)
+    assert noted == ("original_max_position_embeddings" not in scaling)
+
+
+def test_a_rope_that_cannot_be_computed_is_the_contracts_error(native):
+    """Also where nobody read a config: by hand, or in a search."""
+    for rope in (Rope(kind="linear"), Rope(kind="yarn", params=(("factor", 4.0),)),
+                 Rope(kind="linear", params=(("factor", 0.0),))):  # fmt: skip
+        contract = native.draft.contract.change(rope=rope)
+        with pytest.raises(ContractError, match="rope: expected the parameters of"):
+            DraftForward(native.draft).predict(native.captures, contract)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "num_key_value_heads", "head_dim"])
+def test_sizes_that_the_config_leaves_out_are_noted(native, tmp_path, name):
+    """transformers' defaults are taken, and said."""
+    tensors, _ = to_midlayer(native.tensors, native.config)
+    changes = {}
+    if name == "num_key_value_heads":  # as many as there are heads
+        for part in "kv":
+            weight = tensors[f"midlayer.self_attn.{part}_proj.weight"]
+            changes[f"midlayer.self_attn.{part}_proj.weight"] = torch.cat([weight, weight])
+    folder = midlayer(native, tmp_path, tensors=changes, config={name: None})
+    notes = load_draft(folder, target=native.target).notes
+    assert sum(n.startswith(f"{name} not in config.json: ") for n in notes) == 1
+
+
+def test_draft_ids_that_share_a_target_id_are_noted(native, tmp_path):
+    """It loads: a wrong map is to be diagnosed."""
+    d2t = native.tensors["d2t"].clone()
+    d2t[4] = d2t[5] + 1
+    notes = load_draft(midlayer(native, tmp_path, tensors={"d2t": d2t}), target=native.target).notes
+    assert f"d2t sends 1 of {DRAFT_VOCAB} draft ids to a target id that another one has too" in notes
+
+
+def test_a_norm_flag_under_eagle_config_counts(native, tmp_path):
+    """As for every other key of EAGLE-3's own."""
+    norms = {f"fc_norm.{i}.weight": torch.ones(HIDDEN) for i in range(3)}
+    eagle = to_midlayer(native.tensors, native.config)[1]["eagle_config"] | {"fc_norm": True}
+    folder = midlayer(native, tmp_path, tensors=norms, config={"eagle_config": eagle})
+    assert load_draft(folder, target=native.target).contract.fc_input_norm == "fc_norm"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,52 @@ def test_another_text_under_the_same_name(folder, before, rng):
         write_legacy(folder / "others" / f"data_{i}.pt", random_capture_tensors(length, rng))
     with pytest.raises(ReportError, match=r"files: data_0: expected the tokens that .* another text"):
         compare(before, reported(folder, "others-out", captures="others"))
+
+
+def masked(folder: Path, name: str, mask_of) -> None:
+    """The captures once more, with other loss masks."""
+    (folder / name).mkdir()
+    for file in (folder / "captures").iterdir():
+        data = torch.load(file, weights_only=True)
+        write_legacy(folder / name / file.name, data | {"loss_mask": mask_of(data["loss_mask"])})
+
+
+@pytest.mark.parametrize(
+    "name, mask_of",
+    [
+        ("longer", lambda m: torch.ones_like(m)),
+        # As many scored positions, but elsewhere: fewer of them have text behind them for every depth.
+        ("earlier", lambda m: m.roll(-2)),
+    ],
+)
+def test_other_loss_masks_are_no_other_vocabulary(folder, before, name, mask_of):
+    masked(folder, name, mask_of)
+    with pytest.raises(
+        ReportError, match=r"scored: expected what .* scores of this text.*loss_masks="
+    ) as error:
+        compare(before, reported(folder, f"{name}-out", captures=name))
+    assert error.value.field.startswith("files: data_")
+
+
+def test_few_conversations_are_never_clear(folder):
+    """One conversation has an interval without width: it must not look like certainty."""
+    one = [reported(folder, f"one-{i}", taps=t, limit=1) for i, t in enumerate((NAMES, OTHER))]
+    found = compare(*one)
+    assert any(r.difference and r.low == r.high for r in found.rows) and not any(r.clear for r in found.rows)
+    assert found.notes == ("1 conversations are too few for intervals (at least 5): none is clear",)
+    row = next(r for r in found.rows if r.difference)
+    assert replace(row, conversations=5).clear and not replace(row, conversations=4).clear
+
+
+def test_nothing_that_counts(before, tmp_path):
+    data = read_report(before)
+    for row in data["files"]["read"]:
+        for side in (row["declared"], row["best"]):
+            side |= {k: [0] * DEPTH for k in side if isinstance(side[k], list)} | {"tokens": 0}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ReportError, match="in which something is counted"):
+        compare(path, path)
 
 
 def test_no_conversation_in_both(folder, before, rng):

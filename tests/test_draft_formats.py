@@ -123,12 +123,16 @@ def test_torchspec_keeps_everything_and_needs_no_map(native, tmp_path):
     assert_same_draft(one, two, native.captures)
 
 
-def test_additional_layers_are_further_layers(native, tmp_path):
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_additional_layers_are_further_layers(native, tmp_path, prefix):
     """additional_layers.0 is the second layer, its hidden_norm an input_layernorm; the residual is noted."""
     tensors, config = saved(tmp_path / "two", layers=2)
     one = load_draft(tmp_path / "two")
-    two = load_draft(write_sglang(tmp_path / "d", tensors, config), target=native.target)
-    assert "additional_layers.0.hidden_norm.weight" in two.keys
+    write_sglang(tmp_path / "d", tensors, config)
+    named, flat = read_checkpoint(tmp_path / "d")
+    named = {prefix + n if n.startswith("additional_layers") else n: t for n, t in named.items()}
+    two = load_draft(write_checkpoint(tmp_path / "d", named, flat), target=native.target)
+    assert f"{prefix}additional_layers.0.hidden_norm.weight" in two.keys
     assert_same_draft(one, two, native.captures)
     assert any("additional_layers" in n and "fresh one" in n for n in two.notes)
 
@@ -605,6 +609,8 @@ CASES = [
          CONFIG, "use_mtp_layernorm", "False", "True: norms of both inputs", "trained it"),
     Case("every layer takes the token", eagle_flag(next_layer_regular=False),
          CONFIG, "next_layer_regular", "True", "False: token embeddings", "trained it"),
+    Case("latent attention without rotary", latent(config={"mla_use_nope": True}),
+         CONFIG, "mla_use_nope", "False", "True: latent attention without rotary", "trained it"),
     Case("Medusa heads declared", eagle_flag(parallel_draft_step=4),
          CONFIG, "parallel_draft_step", "1", "4: Medusa", "trained it"),
     Case("last norm in the file, config says none", eagle_flag(use_last_layernorm=False),

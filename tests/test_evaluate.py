@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench import kimi
 from lib import metric_table, metrics, sweep
 from lib.acceptance import rollouts, walk
 from lib.captures import open_capture, open_folder, save_capture
@@ -278,6 +279,87 @@ def test_fingerprint_changes_with_the_draft_and_the_plan(files, tmp_path):
     time.sleep(0.02)  # the file's time must be able to differ
     save_file({k: v + 1 if k == "fc.weight" else v for k, v in tensors.items()}, weights)
     assert plan.fingerprint() not in prints, "retrained in place: same names, shapes and sizes"
+
+
+@pytest.mark.parametrize("layout", ["file", "inner", "consolidated", "meta"])
+def test_fingerprint_sees_every_file_that_is_read(files, tmp_path, layout):
+    """A config beside a weights file, Automodel's inner folders, and the map around them."""
+    inside = {"file": ".", "inner": "model", "consolidated": "model/consolidated", "meta": "model"}[layout]
+    draft, folder = tmp_path / "draft", tmp_path / "draft" / inside
+    shutil.copytree(files["draft"], folder)
+    if layout == "meta":
+        torch.save({"maps": torch.arange(3)}, draft / "eagle_meta.pt")
+    plan = plan_of(files, draft=str(folder / "model.safetensors" if layout == "file" else draft), target="")
+    before = plan.fingerprint()
+    changed = draft / "eagle_meta.pt" if layout == "meta" else folder / "config.json"
+    changed.write_bytes(changed.read_bytes() + b" ")
+    assert plan.fingerprint() != before
+
+
+def test_an_overwritten_draft_does_not_lend_its_name(files, tmp_path, rng):
+    """Tools hold the weights that they loaded; their parts must be named after these, for every plan."""
+    draft = tmp_path / "draft"
+    shutil.copytree(files["draft"], draft)
+    plan = plan_of(files, draft=str(draft), target="", candidates=())
+    tools, before = Tools(plan), plan.fingerprint()
+    weights = draft / "model.safetensors"
+    tensors = load_file(weights)
+    time.sleep(0.02)  # the file's time must be able to differ
+    save_file({k: v + 1 for k, v in tensors.items()}, tmp_path / "new")
+    (tmp_path / "new").replace(weights)
+    assert tools.with_plan(plan).fingerprint == before != plan.fingerprint()
+    other = replace(plan, depth=2)
+    assert tools.with_plan(other).fingerprint not in (before, other.fingerprint())
+
+
+@pytest.mark.parametrize("dtype, fault", [("float16", 60000.0), ("float32", 3e38)])
+@pytest.mark.parametrize("swept", [True, False])
+def test_outputs_that_are_no_numbers_are_no_misses(files, tmp_path, dtype, fault, swept):
+    """fp16 overflows at 65504, fp32 at 3.4e38: a failed part that says so, not an accuracy of zero."""
+    draft = tmp_path / "draft"
+    shutil.copytree(files["draft"], draft)
+    tensors = load_file(draft / "model.safetensors")
+    tensors["lm_head.weight"][:] = fault
+    save_file(tensors, draft / "model.safetensors")
+    plan = plan_of(files, draft=str(draft), target="", dtype=dtype, **({} if swept else {"candidates": ()}))
+    part = evaluate_file(files["captures"] / "data_0.pt", plan)
+    assert part.error_kind == "MetricError" and "scores: expected finite" in part.error
+    assert f"dtype {dtype}" in part.error and str(draft) in part.error
+    with pytest.raises(MetricError, match=r"none of 1; the first: .*NaN or Inf"):
+        merge([part])
+
+
+@pytest.mark.parametrize(
+    "error, failed",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError("no room"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_a_text_too_large_for_memory_is_a_failed_file(files, tools, error, failed, monkeypatch):
+    """Only that: any other fault of the program stops it."""
+
+    def refuse(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(tools.forward, "predict", refuse)
+    path = files["captures"] / "data_0.pt"
+    if not failed:
+        with pytest.raises(RuntimeError, match="mat1"):
+            evaluate_file(path, tools.plan, tools=tools)
+        return
+    part = evaluate_file(path, tools.plan, tools=tools)
+    assert part.error_kind == "MetricError" and "memory: expected room" in part.error
+    assert str(error)[:20] in part.error and "shorter" in part.error and "device=cpu" in part.error
+
+
+def test_the_benchmarks_capture_is_of_its_sizes(tmp_path):
+    """A file of another run's sizes in the same folder is not taken for this one's."""
+    for tokens in (9, 12):
+        path = kimi.write_capture(tmp_path, kimi.Sizes(hidden=4, vocab=50, tokens=tokens))
+        assert load_file(path)["hidden_states"].shape == (tokens, len(kimi.TAPS), 4)
 
 
 def test_failed_files_are_named_and_tried_again(files, tools, tmp_path, rng):

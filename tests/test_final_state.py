@@ -196,3 +196,25 @@ def test_every_user_of_the_final_state_refuses_an_unknown_kind(tmp_path, rng):
         with pytest.raises(CaptureError, match=r"conversation-0000\.pt: final_kind: .* found None"):
             use(made)
         use(replace(made, final_kind="post_norm"))
+
+
+def sunk(states):
+    """As a large model's: even rows, and a first token that stands out many times over."""
+    even = states / states.pow(2).mean(-1, keepdim=True).sqrt()
+    return torch.cat([20 * even[:1], even[1:]])
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_a_folder_that_mixes_both_kinds_is_undecided(target, with_head):
+    """Model-Optimizer writes either kind under one key: the first files say nothing of the rest."""
+    head, texts = target
+    post, pre = (captures(texts * 3, kind) for kind in KINDS[::-1])
+    if not with_head:  # the spread alone is judged, and a tiny model's says nothing clearly
+        post = [c.with_states(lambda s: s / s.pow(2).mean(-1, keepdim=True).sqrt()) for c in pre]
+        pre = [c.with_states(sunk) for c in pre]
+    head = head if with_head else None
+    assert [settle_final(part, head)[1].kind for part in (post, pre)] == ["post_norm", "pre_norm"]
+    settled, verdict = settle_final(post + pre, head)
+    assert verdict.kind == "undecided"
+    assert "post_norm in 4 (such as data_0), pre_norm in 4" in str(verdict)
+    assert {c.final_kind for c in settled} == {None}

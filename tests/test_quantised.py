@@ -263,6 +263,8 @@ REFUSED = {
     "three bits": (compressed("pack-quantized", "int", 3), "pack-quantized int3"),
     "asymmetric": (compressed("pack-quantized", "int", 4, symmetric=False), "asymmetric"),
     "activation order": (compressed("pack-quantized", "int", 4, actorder="group"), "actorder='group'"),
+    "a type that is a list": (compressed("pack-quantized", ["int"], 4), r"of the kind (['int'], 4, True)"),
+    "blocks of one number": (compressed("int-quantized", "int", 8, block_structure=5), "with blocks of 5"),
     "no groups": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "weights of 0 kinds"),
 }
 
@@ -294,12 +296,20 @@ def test_a_method_is_known_by_its_tensors_too(native, tmp_path, tensor, method):
 
 
 UP = "layers.0.mlp.up_proj."
+F8 = torch.float8_e4m3fn
 BROKEN = {
     "scale lost": ({"weight_scale": None}, r"floating-point weight, or a scale", "float8"),
     "two scales": ({"weight_scale_inv": torch.ones(48, 1)}, "one scale beside it", r"weight_scale_inv"),
     "scale of bytes": ({"weight_scale": torch.ones(48, 1).byte()}, "floating-point scales", "uint8"),
     "scale not finite": ({"weight_scale": torch.full((48, 1), torch.nan)}, "finite scales", "NaN"),
     "scale of another layer": ({"weight_scale": torch.ones(47, 1)}, "48 per channel", r"\(47, 1\)"),
+    "no axes": ({"weight": torch.zeros(()).to(F8), "weight_scale": torch.ones(2)}, "a matrix", r"\(\)"),
+    "three axes": (
+        {"weight": torch.zeros(4, 5, 6).to(F8), "weight_scale": torch.ones(4)},
+        "a matrix",
+        r"\(4, 5, 6\)",
+    ),
+    "scales without columns": ({"weight_scale": torch.ones(48, 0)}, "48 per channel", r"\(48, 0\)"),
     "other fp8": ({"weight": torch.ones(48, 32).to(torch.float8_e5m2)}, "whose scheme", "e5m2"),
     "int8, nothing declared": ({"weight": torch.ones(48, 32).to(torch.int8)}, "whose scheme", "int8"),
 }
@@ -320,7 +330,8 @@ def test_a_broken_quantised_tensor_is_one_typed_error(native, tmp_path, name):
     "changes, expected",
     [
         ({"weight_shape": torch.tensor([48, 40])}, r"\(48, 5\) words"),
-        ({"weight_shape": None}, "weight_shape of two numbers"),
+        ({"weight_shape": None}, "weight_shape of two whole numbers"),
+        ({"weight_shape": torch.tensor([torch.nan, 32])}, "weight_shape of two whole numbers"),
         ({"weight_packed": torch.ones(48, 4, dtype=torch.int16)}, "int32"),
     ],
 )

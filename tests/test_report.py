@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 
 from lib import metrics, samples, sweep
 from lib.acceptance import rollouts, walk
-from lib.captures import open_folder, save_capture
+from lib.captures import capture_files, open_folder, save_capture
 from lib.checkpoints import load_draft
 from lib.compare import SCHEMA, check_report
 from lib.draft import DraftForward
 from lib.errors import CaptureError, ContractError, MetricError, ReportError
 from lib.metric_table import evidence, table
 from lib.norms import norm_statistics, norm_table
-from lib.report import FEW_FILES, MOST_ORDERED, Report, Request, build, main, make
+from lib.report import FEW_FILES, JUDGED, MOST_ORDERED, Report, Request, _pairs, build, main, make
 from lib.taps import Tap
 from lib.target_head import load_target_head
 from tests.capture_writers import WRITERS, native
@@ -219,7 +219,7 @@ def test_metric_table_where_finals_are_given(models, tmp_path, rng):
     )  # fmt: skip
     assert report.metrics_table("best") is not None and "final" in report.norms_table().index
     (finals / "final_3.safetensors").unlink()
-    with pytest.raises(ReportError, match=r"finals: expected 4 files.*found 3"):
+    with pytest.raises(ReportError, match=r"finals: expected 4 files.*found '3 files, none for data_3.pt"):
         build(asked)
 
 
@@ -474,6 +474,190 @@ def test_taps_of_a_request():
     assert Request("a/d@main", "x/c").folder.name == "d-c" and Request("d", "c", out="o").folder == Path("o")
 
 
+def test_the_default_folder_is_named_by_real_names(tmp_path, monkeypatch):
+    """ "." has no name of its own; an existing folder may have an @ in its name."""
+    (tmp_path / "step@9").mkdir()
+    monkeypatch.chdir(tmp_path / "step@9")
+    assert Request(".", "../step@9/").folder.name == "step@9-step@9"
+    assert Request("d" * 5000, "c\0").folder.name.startswith("ddd")
+
+
+@pytest.mark.parametrize(
+    "changes, refused",
+    [
+        ({}, ""),
+        ({"depth": 2, "limit": 3, "draft_cost": 0.3}, ""),
+        ({"draft": "other"}, "draft"),
+        ({"convention": "sglang"}, "convention"),
+        ({"taps": "embed,layer3,layer4,layer6"}, "taps"),
+        ({"dtype": "float64"}, "dtype"),
+    ],
+)
+def test_another_requests_report_is_not_overwritten(models, simple, tmp_path, changes, refused):
+    """Refused before measuring and when saving; the same request, and a deeper one, may be repeated."""
+    asked, report = simple
+    report.save(tmp_path / "out")
+    if "draft" in changes:
+        shutil.copytree(models / "draft", tmp_path / "draft")
+        changes = {"draft": str(tmp_path / "draft")}
+    again = replace(asked, out=str(tmp_path / "out"), **changes)
+    if not refused:
+        build(again, tmp_path / "parts").save()
+        return
+    before = (tmp_path / "out" / "report.json").read_bytes()
+    with pytest.raises(ReportError, match=rf"request: expected no report there.*{refused}: .*OUT="):
+        build(again, tmp_path / "parts")
+    assert not (tmp_path / "parts").exists(), "measured before it was refused"
+    data = json.loads(json.dumps(report.data)) | {"request": asdict(again)}
+    with pytest.raises(ReportError, match=rf"{refused}: .*OUT="):
+        Report(data).save()
+    assert (tmp_path / "out" / "report.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"request": {}}', '{"request": 3}'])
+def test_a_file_that_is_no_report_is_not_overwritten(simple, tmp_path, content):
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(ReportError, match=r"another file of this name"):
+        simple[1].save(tmp_path)
+    assert (tmp_path / "report.json").read_text() == content
+
+
+def test_places_that_cannot_be_written(simple, tmp_path, capsys):
+    """OUT or the work folder is a file, a comparison goes into no folder: typed, and one line."""
+    asked, report = simple
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ReportError, match="out: expected a folder for the report"):
+        build(replace(asked, out=str(file)))
+    for call in (
+        lambda: build(replace(asked, out=str(tmp_path / "new")), file),
+        lambda: report.save(file / "below"),
+    ):
+        with pytest.raises(ReportError, match="file: expected a place that can be written"):
+            call()
+    path = str(report.save(tmp_path / "saved"))
+    with pytest.raises(SystemExit):
+        main(["compare", path, path, "--out", str(tmp_path / "none" / "c.json")])
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and printed.startswith("error: ") and "None" not in printed
+
+
+@pytest.mark.parametrize("first", ["absolute", "relative", "linked"])
+def test_parts_of_the_same_files_under_another_path(models, tmp_path, rng, monkeypatch, first):
+    """A resumed part stands for the path asked for now: absolute, relative, or links to the same blobs."""
+    blobs = legacy_folder(tmp_path / "blobs", rng, 2)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for file in blobs.iterdir():
+            (tmp_path / name / file.name).symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    spelled = {"absolute": (str(blobs), "blobs"), "relative": ("blobs", str(blobs)), "linked": ("one", "two")}
+    for captures in spelled[first]:
+        report = build(request(models, Path(captures), out=captures + "-out"), tmp_path / "parts")
+        assert report.which == ["declared", "best"], "stage two reads the files by their paths"
+        assert {p.file for p in report.totals["best"].parts} == {
+            str(Path(captures) / f.name) for f in blobs.iterdir()
+        }
+    assert len(list((tmp_path / "parts").rglob("*.safetensors"))) == 4, "finished parts were measured again"
+
+
+@pytest.mark.parametrize("n, said", [(1, True), (4, True), (5, False)])
+def test_few_conversations_establish_nothing(models, tmp_path, rng, n, said):
+    """Resampling one conversation gives no width at all: that is ignorance, not certainty."""
+    report = build(request(models, legacy_folder(tmp_path / "captures", rng, n)))
+    found = report.data["sweep"]
+    assert any("too few for intervals" in w for w in report.data["warnings"]) == said
+    assert not said or not found["decided"]
+    assert n > 1 or (found["gap"]["low"] == found["gap"]["high"] > 0 and not found["decided"])
+
+
+def test_no_position_in_the_vocabulary(models, tmp_path, rng):
+    """Nothing can be compared: the declared wiring stays, and a warning says why."""
+    draft = load_draft(models / "draft")
+    outside = (~DraftForward(draft).in_vocab).nonzero().flatten()
+    folder = tmp_path / "captures"
+    folder.mkdir()
+    for i in range(2):
+        tensors = random_capture_tensors(20, rng)
+        tensors["input_ids"] = outside[torch.randint(0, len(outside), (20,), generator=rng)]
+        write_legacy(folder / f"data_{i}.pt", tensors)
+    report = build(request(models, folder))
+    found = report.data["sweep"]
+    assert report.which == ["declared"] and found["winner"] == list(map(str, draft.contract.taps))
+    assert (found["gap"], found["decided"], found["rows"][0]["nats_a_token"]) == (None, False, None)
+    assert any("no scored position has a true token" in w for w in report.data["warnings"])
+    path = report.save(tmp_path / "out")
+    assert report.ratio("in_vocab") is None and len(Report.load(path).sweep_table()) == 12
+
+
+def test_one_capture_is_called_by_its_name(models, tmp_path, rng):
+    folder = legacy_folder(tmp_path / "captures", rng, 2)
+    report = build(request(models, folder / "data_1.pt"))
+    assert [(f["name"], f["file"]) for f in report.data["files"]["read"]] == [("data_1", "data_1.pt")]
+
+
+@pytest.mark.parametrize(
+    "captures, finals, limit, wanted",
+    [
+        (
+            ["a_2.pt", "a_10.pt"],
+            ["a_10.pt", "a_2.pt", "a_3.pt"],
+            0,
+            ["a_2.pt", "a_10.pt"],
+        ),  # stems; one too many
+        (["a_1.pt", "a_2.pt"], ["f_1.ckpt", "f_2.ckpt"], 0, ["f_1.ckpt", "f_2.ckpt"]),  # numbers
+        (["r/a_1.pt", "s/a_1.pt"], ["r/a_1.ckpt.gz", "s/a_1.ckpt.gz"], 0, ["r/a_1.ckpt.gz", "s/a_1.ckpt.gz"]),
+        (["a.pt", "b.pt"], ["x.pt", "y.pt"], 0, ["x.pt", "y.pt"]),  # nothing matches: their order
+        (["a_1.pt", "a_2.pt"], ["f_7.pt", "f_8.pt"], 1, ["f_7.pt"]),
+        (["a_1.pt", "a_2.pt"], ["f_1.pt"], 1, ["f_1.pt"]),  # a text that is not asked for needs none
+        (["a_1.pt", "a_2.pt", "a_3.pt"], ["f_1.pt", "f_3.pt", "f_4.pt"], 0, "none for a_2.pt"),
+        (["a_1.pt", "a_2.pt"], ["f_1.pt"], 0, "none for a_2.pt"),
+        (["a.pt", "b.pt"], ["x.pt", "y.pt", "z.pt"], 0, "3 files"),
+        (["a.pt", "b.pt"], ["x.pt", "y.pt", "z.pt"], 1, "3 files"),
+        (["r/a_1.pt", "s/a_1.pt"], ["r/a_1.pt", "t/a_1.pt"], 0, "none for a_1.pt"),
+    ],
+)
+def test_final_states_are_paired_by_name(tmp_path, captures, finals, limit, wanted):
+    for folder, names in (("c", captures), ("f", finals)):
+        for name in names:
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).touch()
+    place, warnings = tmp_path / "c", []
+    asked = Request("d", str(place), finals=str(tmp_path / "f"), limit=limit)
+    if isinstance(wanted, str):
+        with pytest.raises(ReportError, match=rf"^request: finals: .*{wanted}"):
+            _pairs(asked, place, capture_files(place), warnings)
+        return
+    pairs = _pairs(asked, place, capture_files(place), warnings)
+    assert [f.relative_to(tmp_path / "f").as_posix() for _, f in pairs] == wanted
+    assert [f.relative_to(place).as_posix() for f, _ in pairs] == captures[: limit or None]
+    assert warnings == (["1 of 3 final states belong to no capture: not used"] if len(finals) == 3 else [])
+
+
+def test_final_states_are_judged_group_by_group(models, tmp_path, rng):
+    """A second layout after many files of the first, and a NaN in one final state: both kinds are settled."""
+    norm = load_target_head(models / "target").norm
+    folder = tmp_path / "captures"
+
+    def write(name: str, place: str, i: int, broken: bool = False) -> None:
+        text = native(rng)
+        post = text.pre * torch.rsqrt(text.pre.pow(2).mean(-1, keepdim=True) + 1e-5) * norm
+        if broken:
+            post[3, 3] = float("nan")
+        WRITERS[name].write(folder / place, replace(text, post=post), i)
+
+    for i in range(JUDGED + 2):
+        write("modelopt-hf", "a", i, broken=i == 1)
+    for i in range(2):
+        write("angelslim", "b", i)
+    report = build(request(models, folder, taps="", target=str(models / "target"), depth=1))
+    said = [w for w in report.data["warnings"] if "judged by evidence: post_norm" in w]
+    assert {w.partition(":")[0] for w in said} == {"modelopt", "angelslim"}
+    assert report.data["metric_table"]["files"] == JUDGED + 3
+    [skipped] = report.data["files"]["skipped"]
+    assert "conversation-0001" in skipped["file"] and "NaN" in skipped["error"]
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -508,7 +692,9 @@ def test_command_line_makes_three_files(models, tmp_path, rng, root, monkeypatch
     folder = legacy_folder(tmp_path / "captures", rng, n=FEW_FILES)
     defaults = "\n".join(f"{k} = {v!r}" for k, v in asdict(Request("d", "c")).items())
     cells = [
-        nbformat.v4.new_markdown_cell("# A report"),
+        nbformat.v4.new_markdown_cell("# A report\n[02](02_is_the_draft_bad_or_fed_badly.ipynb), [b](#b)"),
+        nbformat.v4.new_markdown_cell("of the samples", metadata={"tags": ["samples-only"]}),
+        nbformat.v4.new_code_cell("print('a form')", metadata={"tags": ["form"]}),
         nbformat.v4.new_code_cell(defaults, metadata={"tags": ["parameters"]}),
         nbformat.v4.new_code_cell(NOTEBOOK.format(root=str(root))),
     ]
@@ -526,16 +712,24 @@ def test_command_line_makes_three_files(models, tmp_path, rng, root, monkeypatch
     page = (made / "report.html").read_text()
     assert "opening" not in page and "measuring" not in page, "bars fill no page"
     assert "in-vocab accuracy" in page and not re.search(r"<(script|link)[^>]*(src|href)=.http", page)
-    cells[-1].source += "\nraise ValueError('on purpose')"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
-    with pytest.raises(ReportError, match="ValueError: on purpose"):
-        make(asked, path)
+    assert "a form" not in page and "of the samples" not in page and "ipynb" not in page
+    assert "02" in page and 'href="#b"' in page and "02_is" not in page
+    said = nbformat.read(made / "report.ipynb", as_version=4).cells
+    assert not any({"form", "samples-only"} & set(c.metadata.get("tags", ())) for c in said)
+    for code, wanted in (
+        ("raise ValueError('on purpose')", "ValueError: on purpose"),
+        ("import os; os._exit(1)", "kernel: .*its kernel died"),
+    ):
+        failing = [*cells[:-1], nbformat.v4.new_code_cell(f"{cells[-1].source}\n{code}")]
+        nbformat.write(nbformat.v4.new_notebook(cells=failing, metadata=kernel), path)
+        with pytest.raises(ReportError, match=wanted):
+            make(asked, path)
 
 
 @pytest.mark.slow
 def test_samples_as_the_notebooks_have_them(tmp_path):
-    """Draft (a) on four of the incident's captures: the notebooks' own calls give the same numbers."""
-    n, root = 4, samples.SAMPLES
+    """Draft (a) on five of the incident's captures: the notebooks' own calls give the same numbers."""
+    n, root = 5, samples.SAMPLES
     head = samples.target_head()
     report = build(
         Request(

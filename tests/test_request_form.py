@@ -35,7 +35,7 @@ def test_every_control_reaches_the_request(tmp_path):
     """Each control, changed alone, changes its own field and no other."""
     other = {
         "draft": "d2", "captures": "c2", "target": "", "finals": "f", "taps": "embed", "convention": "vllm",
-        "limit": 3, "depth": 2, "verify_cost": 1.7, "draft_cost": 0.4,
+        "limit": 3, "depth": 2, "verify_cost": 1.7, "draft_cost": 0.4, "out": "o",
     }  # fmt: skip
     found, rows = controls(DEFAULTS, tmp_path)
     assert set(other) | {"device"} == set(found), "a control without a test"
@@ -46,6 +46,22 @@ def test_every_control_reaches_the_request(tmp_path):
         changed = {n for n in vars(asked) if getattr(asked, n) != getattr(DEFAULTS, n)}
         assert changed == {name} and getattr(asked, name) == value
     assert len(rows) >= len(found)
+
+
+@pytest.mark.parametrize("press", [False, True])
+def test_what_has_no_control_or_lies_beyond_its_range_is_kept(shell, tmp_path, press):
+    """A request of the parameters cell comes back whole: nothing is clamped or set to a default."""
+    asked = Request(
+        "d", "c", layout="speculators", loss_masks="m", device="meta", dtype="bfloat16", depth=40,
+        verify_cost=0.004, draft_cost=2000.0, out="o",
+    )  # fmt: skip
+    if press:
+        made = []
+        pressed(request_form(made.append, asked, tmp_path))
+        assert made == [asked]
+    else:
+        found, _ = controls(asked, tmp_path)
+        assert request_of({name: control.value for name, control in found.items()}, asked) == asked
 
 
 def test_blanks_around_a_text_are_dropped(tmp_path):

@@ -93,6 +93,17 @@ def test_gap_is_paired_by_conversation():
     assert ahead.gap() == pytest.approx((0.3, 0.3, 0.3))
 
 
+@pytest.mark.parametrize("n, lead, decided", [(1, 3, False), (4, 3, False), (5, 3, True), (5, 0, False)])
+def test_a_lead_over_few_conversations_decides_nothing(n, lead, decided):
+    """Conversations without positions do not count; nor does a lead of nothing, over however many."""
+    hits = torch.tensor([[1 + lead], [1]]).expand(2, n + 3).clone()
+    hits[:, n:] = 0
+    counts = torch.tensor([10] * n + [0] * 3)
+    contracts = tuple(Contract(taps=(i,)) for i in range(2))
+    assert Sweep(contracts, hits, hits.double(), counts, torch.ones_like(hits).bool()).decided == decided
+    assert not Sweep(contracts[:1], hits[:1], hits[:1].double(), counts, torch.ones(1, n + 3).bool()).decided
+
+
 def test_who_saw_more_comes_first():
     """A candidate dropped with a lucky 100 % of one text does not beat a finalist."""
     seen = torch.tensor([[True, False], [True, True]])
