@@ -33,7 +33,8 @@ COLOURS = {
 }
 
 
-def _figure(width: float = 9.0, height: float = 3.8) -> tuple[Figure, plt.Axes]:
+def new_figure(width: float = 9.0, height: float = 3.8) -> tuple[Figure, plt.Axes]:
+    """An empty figure in the style of all of them, inches."""
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained", dpi=100)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -41,7 +42,7 @@ def _figure(width: float = 9.0, height: float = 3.8) -> tuple[Figure, plt.Axes]:
 
 def plot_norms(table: pd.DataFrame, title: str) -> Figure:
     """Per tap: 1st to 99th percentile, median, and both means, on a logarithmic axis."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     y = np.arange(len(table))[::-1]
     axes.hlines(y, table["p1"], table["p99"], color=COLOURS["other"], lw=9, label="1 % to 99 %")
     axes.plot(table["median"], y, "|", ms=16, mew=2, color="black", label="median")
@@ -58,7 +59,7 @@ def plot_norms(table: pd.DataFrame, title: str) -> Figure:
 
 def plot_norm_profile(captures: Sequence[Capture], taps: Sequence, title: str) -> Figure:
     """Median norm over conversations at each position of the text, one line per tap."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     length = min(len(c) for c in captures)
     for tap in taps:
         norms = torch.stack([position_norms(c.state(tap)[:length]) for c in captures])
@@ -74,7 +75,7 @@ def plot_norm_profile(captures: Sequence[Capture], taps: Sequence, title: str) -
 
 def plot_text_norms(capture: Capture, tap, title: str) -> Figure:
     """Norm at each position of one text; the assistant's part shaded."""
-    figure, axes = _figure(9.0, 3.0)
+    figure, axes = new_figure(9.0, 3.0)
     norms = position_norms(capture.state(tap))
     axes.plot(norms, color=COLOURS.get(str(tap), "black"), lw=1.4)
     answer = capture.loss_mask.nonzero().flatten()
@@ -88,7 +89,7 @@ def plot_text_norms(capture: Capture, tap, title: str) -> Figure:
 
 def plot_ratios(rows: Mapping[str, Ratio], colours: Mapping[str, str], title: str) -> Figure:
     """Horizontal bars with intervals, one per variant."""
-    figure, axes = _figure(9.0, 0.9 + 0.5 * len(rows))
+    figure, axes = new_figure(9.0, 0.9 + 0.5 * len(rows))
     names = list(rows)
     y = np.arange(len(names))[::-1]
     values = np.array([100 * rows[n].value for n in names])
@@ -108,7 +109,7 @@ def plot_ratios(rows: Mapping[str, Ratio], colours: Mapping[str, str], title: st
 
 def plot_sweep(sweep: Sweep, highlight: Mapping[tuple, str], title: str) -> Figure:
     """Every candidate's accuracy, best first; `highlight` maps a tap tuple to a colour name."""
-    figure, axes = _figure(9.5, 4.6)
+    figure, axes = new_figure(9.5, 4.6)
     order = sweep.order
     labels = [" ".join(map(str, sweep.contracts[i].taps)) for i in order]
     colours = [COLOURS[highlight.get(sweep.contracts[i].taps, "other")] for i in order]
@@ -124,7 +125,7 @@ def plot_sweep(sweep: Sweep, highlight: Mapping[tuple, str], title: str) -> Figu
 
 def plot_learning(logs: Mapping[str, pd.DataFrame], title: str, metric: str = "full_acc_0") -> Figure:
     """One of speculators' metrics: lines on training conversations, dots on held-out ones."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for (name, log), colour in zip(logs.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
         train, held = log[log.split == "train"], log[log.split == "heldout"]
         axes.plot(train.step, train[metric], color=colour, alpha=0.5, lw=1.4)
@@ -173,7 +174,7 @@ def plot_speed_by_depth(
     marked: int | None = None,
 ) -> Figure:  # fmt: skip
     """Speed ratio against draft tokens a round: lines predicted, dots measured (whiskers over repeats)."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for name, table in predicted.items():
         axes.plot(table.index, table["ratio"], color=COLOURS[name], label=f"{name}, predicted")
         for depth, speed in measured.get(name, {}).items():
@@ -192,7 +193,7 @@ def plot_speed_by_depth(
 
 def plot_definitions(rows: pd.DataFrame, title: str) -> Figure:
     """One line per definition, its value under each wiring as a dot; columns are colour names."""
-    figure, axes = _figure(9.0, 0.9 + 0.33 * len(rows))
+    figure, axes = new_figure(9.0, 0.9 + 0.33 * len(rows))
     y = np.arange(len(rows))[::-1]
     axes.hlines(y, 100 * rows.min(axis=1), 100 * rows.max(axis=1), color=COLOURS["other"], lw=1.5)
     for name in rows.columns:

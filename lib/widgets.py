@@ -139,7 +139,7 @@ def token_view(
     )
 
 
-def _shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) -> widgets.VBox:
+def shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) -> widgets.VBox:
     """Controls above an output that `draw(**values)` fills; redrawn whenever a value changes.
 
     What is drawn is collected here and handed over whole. `with output:` would ask the front end to
@@ -163,7 +163,8 @@ def _shell(controls: Mapping[str, widgets.Widget], draw: Callable[..., None]) ->
 
     for control in controls.values():
         control.observe(update, names="value")
-        control.layout.width = "190px" if isinstance(control, widgets.Dropdown) else "300px"
+        if control.layout.width is None:
+            control.layout.width = "190px" if isinstance(control, widgets.Dropdown) else "300px"
     row = widgets.HBox(list(controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
     box = widgets.VBox([row, output])
     box.add_class("explorer")
@@ -188,7 +189,7 @@ def norms_explorer(captures: Sequence[Capture]) -> widgets.VBox:
         display(figure)
         plt.close(figure)
 
-    return _shell(controls, draw)
+    return shell(controls, draw)
 
 
 def wiring_explorer(
@@ -214,7 +215,7 @@ def wiring_explorer(
         view = wiring_view(forwards[draft], captures, contracts[draft], taps, conversation, decode)
         display(HTML(view))
 
-    return _shell(controls, draw)
+    return shell(controls, draw)
 
 
 def conversation_explorer(
@@ -233,7 +234,7 @@ def conversation_explorer(
     def draw(conversation: int) -> None:
         display(HTML(wiring_view(forward, captures, contract, contract.taps, conversation, decode)))
 
-    return _shell(controls, draw)
+    return shell(controls, draw)
 
 
 def learning_explorer(logs: Mapping[str, pd.DataFrame]) -> widgets.VBox:
@@ -248,7 +249,7 @@ def learning_explorer(logs: Mapping[str, pd.DataFrame]) -> widgets.VBox:
         display(figure)
         plt.close(figure)
 
-    return _shell(controls, draw)
+    return shell(controls, draw)
 
 
 def rounds_explorer(runs: Mapping[str, Sequence[Generation]], decode: Callable[[int], str]) -> widgets.VBox:
@@ -258,7 +259,7 @@ def rounds_explorer(runs: Mapping[str, Sequence[Generation]], decode: Callable[[
         display(HTML(rounds_view(runs[deployment][prompt], decode)))
 
     longest = min(len(done) for done in runs.values())
-    return _shell(
+    return shell(
         {
             "deployment": widgets.Dropdown(
                 options=list(runs), value=list(runs)[-1], description="deployment"
@@ -281,7 +282,7 @@ def token_explorer(
     def draw(conversation: int, position: int) -> None:
         display(HTML(token_view(forward, captures[conversation], contracts, position, decode)))
 
-    return _shell(
+    return shell(
         {
             "conversation": widgets.IntSlider(
                 0, 0, len(captures) - 1, description="text", continuous_update=False
@@ -309,7 +310,7 @@ def speed_explorer(
     slider = widgets.SelectionSlider(
         options=depths, value=depths[0], description="draft tokens", continuous_update=False
     )
-    return _shell({"depth": slider}, draw)
+    return shell({"depth": slider}, draw)
 
 
 def costs_view(gains: Mapping[str, pd.Series], verify_cost: float, draft_cost: float) -> Figure:
@@ -346,7 +347,7 @@ def costs_explorer(gains: Mapping[str, pd.Series], verify_cost: float, draft_cos
         display(figure)
         plt.close(figure)
 
-    return _shell(controls, draw)
+    return shell(controls, draw)
 
 
 def token_decoder(folder) -> Callable[[int], str]:

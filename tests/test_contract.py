@@ -114,7 +114,7 @@ def test_diff_names_counts_flags_and_rope():
         ({"feedback": "normed"}, r"feedback: expected one of .* found 'normed'"),
         ({"vocab_map": "relative"}, r"vocab_map: expected one of .* found 'relative'"),
         ({"taps": ()}, r"taps: expected at least one tap, found none"),
-        ({"taps": ("layer 3",)}, r"expected 'embed', 'layerK' or 'storedI', found 'layer 3'"),
+        ({"taps": ("layer 3",)}, r"expected 'embed', 'layerK', 'storedI' or 'normed', found 'layer 3'"),
         ({"taps": (-1,)}, r"after_block: expected a whole number from 0, found -1"),
         ({"sources": {"tap": Source("user")}}, r"sources: expected names of contract fields.*\['tap'\]"),
     ],

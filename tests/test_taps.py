@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.errors import ContractError, TargetError
-from lib.taps import CONVENTIONS, Stored, Tap, default_ids, hypotheses, parse_tap, taps_from_ids
+from lib.taps import CONVENTIONS, Normed, Stored, Tap, default_ids, hypotheses, parse_tap, taps_from_ids
 from lib.target import record_states
 from tests.support import tiny_llama
 
@@ -130,7 +130,7 @@ def test_unknown_framework_is_refused():
         taps_from_ids([1], "sgl", 61)
 
 
-@given(st.builds(Tap, st.integers(0, 10**6)) | st.builds(Stored, st.integers(0, 10**6)))
+@given(st.builds(Tap, st.integers(0, 10**6)) | st.builds(Stored, st.integers(0, 10**6)) | st.builds(Normed))
 def test_name_and_value_round_trip(tap):
     """str() and parse_tap() are inverse, so names in files and tables are safe."""
     assert parse_tap(str(tap)) == parse_tap(tap) == tap

@@ -407,10 +407,10 @@ def test_output_widget_changes_in_a_kernel(root):
 
     lines = """
 from ipywidgets import IntSlider
-from lib.widgets import _shell
+from lib.widgets import shell
 from IPython.display import HTML, display
 slider = IntSlider(1, 0, 9)
-box = _shell({"n": slider}, lambda n: display(HTML(f"<b>{n}</b>")))
+box = shell({"n": slider}, lambda n: display(HTML(f"<b>{n}</b>")))
 # cell
 slider.value = 7
 # cell
