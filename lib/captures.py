@@ -233,10 +233,10 @@ def _open(path: Path, taps, mask_of: MaskOf | None, layout: str | None) -> Captu
             remedy="check the path; open_folder() reads folders",
         )  # fmt: skip
     capture = _build(path, read_capture(path, layout), mask_of)
-    return capture if taps is None else _name(capture, taps)
+    return capture if taps is None else name_taps(capture, taps)
 
 
-def _name(capture: Capture, taps: Names | Mapping[int, Names]) -> Capture:
+def name_taps(capture: Capture, taps: Names | Mapping[int, Names]) -> Capture:
     """Names for what the file leaves unnamed; what it records stays, for no argument knows better.
 
     One list that contradicts recorded taps is an error; of a mapping, meant for several kinds of files,

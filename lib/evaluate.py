@@ -24,7 +24,7 @@ from torch import Tensor
 from lib import sweep
 from lib.acceptance import Rounds, rollouts, walk
 from lib.arrow_masks import ArrowMasks, arrow_files
-from lib.captures import FINAL, NO_MASK, Capture, open_capture
+from lib.captures import FINAL, NO_MASK, Capture, name_taps, open_capture
 from lib.checkpoints import load_draft
 from lib.contract import Contract, Source
 from lib.draft import DraftForward, Predictions
@@ -205,20 +205,10 @@ def open_as_planned(path: Path, tools: Tools, *, final_only: bool = False) -> Ca
     capture = open_capture(path, layout=layout)
     if tools.masks is not None and NO_MASK in capture.notes:
         capture = open_capture(path, layout=layout, loss_mask=tools.masks.of(path, capture.token_ids))
-    names = {len(n): n for n in plan.names}.get(len(capture.taps))
-    if names and capture.taps and all(isinstance(t, Tap) for t in capture.taps):
-        if tuple(map(parse_tap, names)) != capture.taps:
-            told = f"taps recorded in the file are kept; the {len(names)} names given are for other files"
-            capture = replace(capture, notes=(*capture.notes, told))
-    elif any(isinstance(t, Stored) for t in capture.taps):
-        if names:
-            capture = capture.named(names)
-        elif plan.named and not final_only:  # whoever wants the final state alone needs no names
-            raise CaptureError(
-                path, "taps", expected=f"names for its {len(capture.taps)} stored states",
-                found=f"lists of {[len(n) for n in plan.names]} names", 
-                remedy="add a list of this length to taps=",
-            )  # fmt: skip
+    lists = {len(names): names for names in plan.names}
+    unlisted = len(capture.taps) not in lists and any(isinstance(t, Stored) for t in capture.taps)
+    if not unlisted or (plan.named and not final_only):  # whoever wants the final state alone needs no names
+        capture = name_taps(capture, lists)
     last = Tap(tools.head.n_layers) if tools.head else None
     if last in capture.taps and FINAL not in capture.readers:
         readers = {**capture.readers, FINAL: capture.readers[last]}

@@ -8,6 +8,17 @@ from pathlib import Path
 
 from lib.errors import WorkbookError
 
+# Tensors read of a target, by part (here because lib.hub asks for them without loading torch). Anchored:
+# layers (DeepSeek's MTP) and talkers have tensors of the same last name.
+PREFIX = r"((language_)?model\.)*"
+PARTS = {
+    "embed": rf"{PREFIX}embed_tokens\.weight",
+    "norm": rf"{PREFIX}norm\.weight",
+    "lm_head": rf"{PREFIX}lm_head\.weight",
+}
+BIAS = rf"{PREFIX}(norm|lm_head)\.bias"
+HEAD = "|".join((*PARTS.values(), BIAS))
+
 
 @dataclass(frozen=True)
 class Match:

@@ -23,6 +23,7 @@ from typing import Literal
 from tqdm import tqdm
 
 from lib.errors import CaptureError, CheckpointError, TargetError, WorkbookError
+from lib.formats import HEAD
 
 Kind = Literal["draft", "target", "captures"]
 ERRORS: dict[str, type[WorkbookError]] = {
@@ -34,8 +35,6 @@ ERRORS: dict[str, type[WorkbookError]] = {
 ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 SMALL = ("config.json", "hf_quant_config.json", "eagle_meta.pt", "eagle3_meta.pt")
 STEMS = ("model.safetensors", "pytorch_model.bin")  # in the order in which lib.weights looks for them
-# What lib.target_head reads of a target.
-HEAD = r"((language_)?model\.)*((embed_tokens|norm|lm_head)\.weight|(norm|lm_head)\.bias)"
 CAPTURES = r".*\.(pt|ckpt|ckpt\.gz|safetensors|arrow|json)"
 
 

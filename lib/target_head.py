@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from lib.errors import CheckpointError, MetricError
+from lib.formats import BIAS, HEAD, PARTS
 from lib.weights import TensorFile, read_json, weight_files
 
-# What is read, by part. Anchored: layers (DeepSeek's MTP) and talkers have tensors of the same last name.
-PREFIX = r"((language_)?model\.)*"
-PARTS = {
-    "embed": rf"{PREFIX}embed_tokens\.weight",
-    "norm": rf"{PREFIX}norm\.weight",
-    "lm_head": rf"{PREFIX}lm_head\.weight",
-}
-BIAS = rf"{PREFIX}(norm|lm_head)\.bias"
-HEAD = "|".join((*PARTS.values(), BIAS))
 # Whose final norm multiplies by 1 + weight (transformers' modeling files), or is no RMSNorm (nemotron).
 OTHER_NORM = (
     r"(recurrent_|t5|vault|pali|shield)?gemma.*|qwen3_next.*|qwen3_5.*|qwen4_exp.*|nemotron|minimax_m3.*"

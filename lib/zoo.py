@@ -27,13 +27,14 @@ import torch
 from lib import errors
 from lib.acceptance import rollouts, walk
 from lib.case import Case
-from lib.contract import Contract, Source
+from lib.contract import Source
 from lib.draft import DraftForward
 from lib.engine_draft import write_draft
 from lib.errors import EngineError, MetricError, WorkbookError
 from lib.faults import FAULTS, Bound, Fault
 from lib.metric_table import DEFINITIONS, TargetSide, evidence, target_side
 from lib.metrics import all_token_accuracy, coverage, in_vocab_accuracy
+from lib.sweep import sweep
 
 CHAINS = (5, 15)  # draft tokens per round: a usual setting, and the incident's
 # Framework, metric, step: those by which a run would be judged.
@@ -148,7 +149,7 @@ def _measure(
     covered, nats = coverage(p), float("nan")
     accuracy = [float("nan")] * depths
     if covered.numerator:
-        nats = log_likelihood(forward, case, contract)
+        nats = float(sweep(forward, captures, (contract,)).log_likelihood[0])
         known = [d for d in range(depths) if p.in_vocab[:, d].any()]
         for d in known:
             accuracy[d] = in_vocab_accuracy(p, d).value
@@ -159,16 +160,6 @@ def _measure(
         covered.value, nats, {k: walk(rolled, captures, k).tokens_per_round for k in chains},
         found, case.served.tokens_per_round if case.served else None, why_not,
     )  # fmt: skip
-
-
-@torch.inference_mode()
-def log_likelihood(forward: DraftForward, case: Case, contract: Contract) -> float:
-    """Mean log-probability (nats) at depth 0 of the text's tokens that the draft has."""
-    total, count = 0.0, 0
-    for batch in forward.batches(case.captures):
-        known, _, log_p = forward.score(batch, contract)
-        total, count = total + float(log_p.double().sum()), count + int(known.sum())
-    return total / count if count else float("nan")
 
 
 def _metrics(case: Case, target: TargetSide | None) -> tuple[dict[str, float], str]:

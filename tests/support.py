@@ -222,6 +222,28 @@ def tiny_llama(*, layers: int = 6, tied: bool = False, embed: Tensor | None = No
     return model
 
 
+def self_written(folder: Path, taps, contract: dict, *, length: int, texts: int):
+    """A tiny draft, and captures whose text it wrote itself under a contract: there it is always right."""
+    from dataclasses import replace
+
+    from lib.captures import open_capture
+    from lib.checkpoints import load_draft
+    from lib.draft import DraftForward
+
+    rng = torch.Generator().manual_seed(9)
+    speculators_draft().save_pretrained(folder / "draft")
+    draft = load_draft(folder / "draft")
+    draft = replace(draft, contract=draft.contract.change(**contract))
+    files = [write_legacy(folder / f"data_{i}.pt", random_capture_tensors(length, rng)) for i in range(texts)]
+    captures = [open_capture(f, taps=taps) for f in files]
+    forward = DraftForward(draft)
+    for t in range(length - 2):  # pair t writes token t + 2
+        p = forward.predict(captures, positions="all")
+        for i, token in enumerate(p.target_ids[p.position == t, 0]):
+            captures[i].token_ids[t + 2] = token
+    return draft, captures
+
+
 def write_stack(path: Path, tensors: dict) -> Path:
     """speculators' / vLLM's `hs_N.safetensors`: all states in one [L, k, H] tensor, no loss mask."""
     stack = torch.stack(tensors["hidden_states"], 1).contiguous()  # (L, k, H)

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from lib import samples
-from lib.captures import open_capture
 from lib.case import Case, Served
-from lib.checkpoints import load_draft
 from lib.contract import Rope
 from lib.diagnosis import diagnose, kind_of, settle_names, table
 from lib.draft import DraftForward
 from lib.faults import FAULTS
 from lib.search import Candidate
 from lib.taps import Tap
-from tests.support import random_capture_tensors, speculators_draft, write_legacy
+from tests.support import self_written
 
 TAPS = (Tap(0), Tap(3), Tap(4), Tap(6))
 TRUE = {"taps": (Tap(4), Tap(0), Tap(6)), "norm_before_residual": True, "head_norm": False}
@@ -27,17 +25,7 @@ LENGTH, TEXTS = 40, 12
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Case:
     """A tiny draft and texts that it wrote itself under one contract; head and target unknown."""
-    folder, rng = tmp_path_factory.mktemp("tiny"), torch.Generator().manual_seed(9)
-    speculators_draft().save_pretrained(folder / "draft")
-    draft = load_draft(folder / "draft")
-    draft = replace(draft, contract=draft.contract.change(**TRUE))
-    files = [write_legacy(folder / f"data_{i}.pt", random_capture_tensors(LENGTH, rng)) for i in range(TEXTS)]
-    captures = [open_capture(f, taps=TAPS) for f in files]
-    forward = DraftForward(draft)
-    for t in range(LENGTH - 2):  # pair t writes token t + 2
-        p = forward.predict(captures, positions="all")
-        for i, token in enumerate(p.target_ids[p.position == t, 0]):
-            captures[i].token_ids[t + 2] = token
+    draft, captures = self_written(tmp_path_factory.mktemp("tiny"), TAPS, TRUE, length=LENGTH, texts=TEXTS)
     return Case(draft, tuple(captures))
 
 

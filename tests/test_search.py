@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from lib import samples
-from lib.captures import open_capture
-from lib.checkpoints import load_draft
 from lib.contract import Contract, Rope
 from lib.draft import LOG_FLOOR, DraftForward
 from lib.search import (
@@ -29,7 +27,7 @@ from lib.search import (
     worth,
 )
 from lib.taps import Tap
-from tests.support import random_capture_tensors, speculators_draft, write_legacy
+from tests.support import self_written
 
 TAPS = (Tap(0), Tap(3), Tap(4), Tap(6))
 TRUE = {"taps": (Tap(4), Tap(0), Tap(6)), "norm_before_residual": True, "rope": Rope(theta=1e4)}
@@ -39,18 +37,7 @@ LENGTH, TEXTS = 40, 12
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """Texts that a tiny draft wrote itself under one contract: there it is always right."""
-    folder, rng = tmp_path_factory.mktemp("planted"), torch.Generator().manual_seed(9)
-    speculators_draft().save_pretrained(folder / "draft")
-    draft = load_draft(folder / "draft")
-    draft = replace(draft, contract=draft.contract.change(**TRUE))
-    files = [write_legacy(folder / f"data_{i}.pt", random_capture_tensors(LENGTH, rng)) for i in range(TEXTS)]
-    captures = [open_capture(f, taps=TAPS) for f in files]
-    forward = DraftForward(draft)
-    for t in range(LENGTH - 2):  # pair t writes token t + 2
-        p = forward.predict(captures, positions="all")
-        for i, token in enumerate(p.target_ids[p.position == t, 0]):
-            captures[i].token_ids[t + 2] = token
-    return draft, captures
+    return self_written(tmp_path_factory.mktemp("planted"), TAPS, TRUE, length=LENGTH, texts=TEXTS)
 
 
 def best(draft, contract, captures, bench=None):
