@@ -33,7 +33,7 @@ FIRST_NOTEBOOK := $(firstword $(sort $(wildcard notebooks/[0-9]*.ipynb)))
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # two pips in one environment would trip over each other
-.PHONY: help lab arc test check notebooks html report compare engine bench clean target
+.PHONY: help lab arc test check notebooks html report diagnose compare engine bench clean target
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -67,6 +67,11 @@ option = $(if $(filter command,$(origin $(1))),--$(subst _,-,$(shell echo $(1) |
 
 report: $(BASE) ## a report on your files: DRAFT=... CAPTURES=... [TARGET=... TAPS=... CONVENTION=... OUT=...]
 	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS),$(call option,$(name)))
+
+DIAGNOSE_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS LIMIT OUT
+
+diagnose: $(BASE) ## name the fault in your files: DRAFT=... CAPTURES=... [TARGET=... FINALS=... TAPS=... LIVE=1]
+	@$(PY) -m lib.diagnose $(foreach name,$(DIAGNOSE_OPTIONS),$(call option,$(name))) $(if $(LIVE),--live)
 
 compare: $(BASE) ## two reports, paired: BEFORE=.../report.json AFTER=.../report.json [WHICH=best OUT=file.json]
 	@$(PY) -m lib.report compare "$(BEFORE)" "$(AFTER)" $(call option,WHICH) $(call option,OUT)

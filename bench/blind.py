@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/blind.py --workers 2            # hours on 2 cores; --summary shows what is there
 
-Cases, each on 12 of the 32 held-out conversations, drawn, with a severity drawn and captures at 13 taps:
+Cases, each on 20 of the 32 held-out conversations, drawn anew for each draft and seed, with a severity drawn
+and captures at 13 taps:
 - every fault x seeds, on another sample draft (a, b, c) each seed where it fits. Draft (c) learned an inner
   state: its own fault may be named before the planted one, and is not counted as one too many;
 - every healthy control x seeds, on (a) and (b): the verdict must not be "fault";
@@ -36,7 +37,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,7 +55,7 @@ from lib.faults import FAULTS, NEEDS
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK, OUT = samples.WORK / "blind", ROOT / "bench" / "results" / "blind.json"
-TEXTS, SEEDS, PAIRS = 12, 3, 40
+TEXTS, SEEDS, PAIRS = 20, 3, 40
 CLEAR, NOTHING = 0.02, (0.002, 0.02)  # accuracy; accuracy and tokens a round
 FULL, HEADLESS = "full", "no head"
 DRAWN = 2026  # of the pairs
@@ -111,6 +112,7 @@ class Bases:
 
     def __init__(self) -> None:
         self._made: dict[str, Case] = {}
+        self._effects: dict[tuple, zoo.Effect] = {}
 
     def __getitem__(self, letter: str) -> Case:
         if letter not in self._made:
@@ -135,10 +137,22 @@ class Bases:
     def healthy(self, task: Task) -> Case:
         """The case before anything is planted: the drawn conversations."""
         base = self[task.letter]
-        drawn = torch.randperm(len(base.captures), generator=_rng(task.case))[:TEXTS].sort().values.tolist()
+        which = f"{task.letter}.{'+'.join(map(str, task.seeds))}"
+        drawn = torch.randperm(len(base.captures), generator=_rng(which))[:TEXTS].sort().values.tolist()
         needs_live = any("live" in FAULTS[k].needs for k in task.keys)
         chosen = tuple(base.captures[i] for i in drawn)
         return replace(base, captures=chosen, live=self.live if needs_live else None)
+
+    def effect(self, healthy: Case) -> zoo.Effect:
+        """What the healthy case achieves, measured once for all faults of a draft and seed."""
+        key = (id(healthy.draft), *(c.name for c in healthy.captures))
+        if key not in self._effects:
+            self._effects[key] = cost_of(healthy)
+        return self._effects[key]
+
+
+def cost_of(case: Case) -> zoo.Effect:
+    return zoo.measure(case, depths=2, chains=(5,))
 
 
 def _rng(text: str) -> torch.Generator:
@@ -204,7 +218,7 @@ def run(task: Task, bases: Bases, known: dict | None = None) -> dict:
                 planted = zoo.plant(planted, FAULTS[key], zlib.crc32(f"{key}/{seed}".encode()))
             except WorkbookError as err:
                 return record | {"not planted": str(err)}
-        record |= {k: known[k] for k in KNOWN} if known else measured(healthy, planted)
+        record |= {k: known[k] for k in KNOWN} if known else measured(healthy, planted, bases.effect(healthy))
         if task.variant == HEADLESS:
             planted = replace(planted, head=None, live=None)
         began, used = time.perf_counter(), time.process_time()
@@ -220,9 +234,13 @@ def run(task: Task, bases: Bases, known: dict | None = None) -> dict:
 KNOWN = ("cost", "class", "traces", "changed", "error")
 
 
-def measured(healthy: Case, planted: Case) -> dict:
-    """What the fault costs, what it touched, and its class; the fields `KNOWN`."""
-    before, after = (zoo.measure(c, depths=2, chains=(5,)) for c in (healthy, planted))
+def measured(healthy: Case, planted: Case, before: zoo.Effect) -> dict:
+    """What the fault costs, what it touched, and its class; the fields `KNOWN`.
+
+    Args:
+        before: `cost_of` the healthy case.
+    """
+    after = cost_of(planted)
     cost = {}
     if after.error is None:
         cost = {
@@ -296,8 +314,12 @@ def undone(finding: Finding, healthy: Case) -> bool | None:
     return torch.equal(found.float(), right.float()) if isinstance(right, torch.Tensor) else found == right
 
 
+@cache
 def version() -> str:
-    """Digest of what makes the diagnosis: records of different ones are not of one experiment."""
+    """Digest of what makes the diagnosis: records of different ones are not of one experiment.
+
+    Taken once, at the start: a worker goes on with the code that it has loaded.
+    """
     files = ("diagnosis", "probes", "search")
     return sha256(b"".join((ROOT / "lib" / f"{n}.py").read_bytes() for n in files)).hexdigest()[:8]
 
@@ -495,15 +517,17 @@ def kept(task: Task, work: Path, bases: Bases) -> dict:
 
 def planned(args: argparse.Namespace, phase: str, bases: Bases) -> list[Task]:
     """Tasks of a phase, the same in every process."""
-    if phase == "singles":
-        return singles(bases, args.only, args.seeds)[0]
-    return pairs(load(args.work, args.only), args.pairs)
+    if phase == "pairs":
+        return pairs(load(args.work, args.only), args.pairs)
+    variant = FULL if phase == "singles" else HEADLESS
+    return [t for t in singles(bases, args.only, args.seeds)[0] if t.variant == variant]
 
 
 def work_off(args: argparse.Namespace) -> None:
     """One worker's share of a phase, in order; a line per case."""
     os.nice(10)
     torch.set_num_threads(1)
+    version()
     phase, i, n = args.worker.split("/")
     bases = Bases()
     for task in list(planned(args, phase, bases))[int(i) :: int(n)]:
@@ -586,6 +610,7 @@ def main() -> None:
         workers(args, "singles")
         if args.pairs:
             workers(args, "pairs")
+        workers(args, "headless")
     records = load(args.work, args.only)
     _, left_out = singles(Bases(), args.only, 0)
     found = summary(records, left_out)

@@ -26,7 +26,10 @@ from lib.search import SCALES, Bench, Candidate, Gain, Worth, edits, matters, ne
 from lib.taps import Stored, Tap, default_triple
 
 ROUNDS = 5
+LAST = ("targets",)  # probes that look at the draft as the search leaves it
 MIN_TEXTS = 4  # fewer conversations have no spread worth testing
+NEARLY = 0.9  # share of the best gain with which a named fault is preferred to unnamed taps
+RUINED = 0.4  # accuracy that a dead draft with an exact finding must reach for what a search prefers to count
 ALIVE = 0.05  # accuracy below which a draft predicts nothing, and no verdict of health is possible
 WORTH_TEXTS = 16  # conversations rolled out to compare with an engine
 HIDDEN = 1.0  # nats a token
@@ -47,10 +50,9 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
     Never raises for what is wrong with the case: that is a finding, or "cannot tell" with the reason.
     """
     case, remarks = settle_names(case)
-    view, suspects, seen, not_run = run_probes(case)
-    remarks += seen
+    view = View(case)
+    suspects, seen, not_run = run_probes(view, [name for name in PROBES if name not in LAST])
     peel = _Peel(case, view, suspects, level, seed)
-    peel.ran = PROBES.keys() - not_run.keys()
     if view.stop:
         not_run["search"] = view.stop
     else:
@@ -60,8 +62,13 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
             not_run["search"] = str(err)
         if peel.why_not:
             not_run["search"] = peel.why_not
+    # What the draft learned shows best under its own contract.
+    view.case = replace(case, draft=replace(peel.draft, contract=peel.contract))
+    learned, seen_last, not_run_last = run_probes(view, LAST)
+    peel.suspects = suspects + learned
+    not_run |= not_run_last
     findings, unconfirmed = peel.findings()
-    remarks += unconfirmed
+    remarks += [*seen, *seen_last, *unconfirmed]
     numbers = dict(peel.numbers)
     if findings:
         verdict, because = "fault", "; ".join(sentence(f) for f in findings)
@@ -157,7 +164,6 @@ class _Peel:
         self.now: Worth | None = None
         self.why_not = ""
         self.made: dict[tuple, list[Candidate]] = {}
-        self.ran: set[str] = set()
 
     @property
     def captures(self) -> list[Capture]:
@@ -213,19 +219,33 @@ class _Peel:
             ]
             # A named file fault explains more than a contract field that happens to undo it.
             wins.sort(key=lambda g: (-round(g.nats[0], 6), not g.candidate.kind))
-            for gain in wins[:3]:
+            for gain in self._named_first(wins)[:3]:
                 c = gain.candidate
                 after = worth(c.on(self.draft), c.contract, captures)
                 # A large gain that moves no token yet may be hidden by another fault: looked behind, and
-                # dropped at the end if nothing came of it.
-                if matters(self.now, after) or gain.nats[0] >= HIDDEN:
-                    return _Step(gain, c.kind or kind_of(c, self.contract, self.case), self.now, after)
+                # dropped at the end if nothing came of it. Smaller logits always suit a draft that knows
+                # nothing.
+                known = c.field not in SCALES or self.now.accuracy >= ALIVE
+                if matters(self.now, after) or (known and gain.nats[0] >= HIDDEN):
+                    return _Step(gain, self._kind(c), self.now, after)
                 self.remarks.append(
                     f"{c.field}: {c.after} is better than {c.before} by {gain.nats[0]:.4f} nats a token "
                     f"(p = {gain.p_value:.2g}), and changes next to nothing: "
                     f"{_worth(self.now)} -> {_worth(after)}"
                 )
         return None
+
+    def _named_first(self, wins: list[Gain]) -> list[Gain]:
+        """Taps that no known fault produces give way to a named fault that explains nearly as much."""
+        if not wins or self._kind(wins[0].candidate) != "taps":
+            return wins
+        enough = NEARLY * wins[0].nats[0]
+        named = [g for g in wins if g.candidate.field == "taps" and self._kind(g.candidate) != "taps"]
+        front = [g for g in named if g.nats[0] >= enough]
+        return [*front, *(g for g in wins if g not in front)]
+
+    def _kind(self, candidate: Candidate) -> str:
+        return candidate.kind or kind_of(candidate, self.contract, self.case)
 
     def _edits(self) -> list[Candidate]:
         """Draft edits around the current draft: what a probe suspects, and what `search.edits` knows."""
@@ -257,14 +277,18 @@ class _Peel:
 
     def findings(self) -> tuple[list[Finding], list[str]]:
         """One finding per cause, unmeasured ones first, then by worth; and suspicions not confirmed."""
-        found = [f for f in self.suspects if f.fix is None]
-        if self.steps and "targets" in self.ran:  # what the draft learned shows best under its own contract
-            self.view.case = replace(self.case, draft=replace(self.draft, contract=self.contract))
-            again = [f for f in PROBES["targets"].run(self.view) if isinstance(f, Finding)]
-            found = [f for f in found if f.by != "targets"] + again
-        merged = {f.kind: f for f in found}
+        merged = {f.kind: f for f in self.suspects if f.fix is None}
         confirmed = set()
-        for finding in self._measured():
+        measured = self._measured()
+        ruined = self.now is not None and self.numbers["before"].accuracy < ALIVE
+        ruined = ruined and self.now.accuracy < RUINED
+        if exact := [f.kind for f in self.suspects if f.fix is None and f.p_value == 0] if ruined else []:
+            self.remarks += [
+                f"{f.field}: {f.after} is better than {f.before}, but {exact[0]} leaves "
+                f"{100 * self.now.accuracy:.1f} %: mend that first" for f in measured
+            ]  # fmt: skip
+            measured = []
+        for finding in measured:
             confirmed.add(finding.kind)
             twins = [s for s in self.suspects if s.kind == finding.kind or s.field == finding.field]
             confirmed |= {s.kind for s in twins}
@@ -292,7 +316,7 @@ class _Peel:
             by_field.setdefault(step.gain.candidate.field, []).append(step)
         out = []
         if self.steps and not matters(self.numbers["before"], self.now):
-            return []
+            by_field = {name: steps for name, steps in by_field.items() if name in SCALES}
         for name, steps in by_field.items():
             first, last = steps[0].gain.candidate, steps[-1].gain.candidate
             if name not in EDITED and getattr(self.contract, name) == getattr(self.case.draft.contract, name):

@@ -10,7 +10,7 @@ Axes: L positions, H hidden, V target vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,6 +38,9 @@ FEW = 8  # captures whose last states are judged
 TARGET_TEXTS = 10  # captures on which the draft is compared with inner states
 LIVE_FILES = 32  # files recomputed by the live target
 OWN_TEXT = 0.7  # the target's first choice must be the next token at least so often
+OPENING = 8  # tokens of an answer
+MIN_OPENINGS = 4  # answers that show a spread
+SURPRISED = 0.5  # nats a token by which they surprise more than the rest; about 0 in text of its own
 SHUFFLED = 0.35  # below that the text is no text
 MARGIN = 0.02  # agreement with an inner state must beat the text's by that
 
@@ -136,20 +139,19 @@ class View:
         return [c for c in usable if c.loss_mask[1:].any()][:FEW]
 
 
-def run_probes(case: Case) -> tuple[View, list[Finding], list[str], dict[str, str]]:
-    """Every probe that can run: the view, findings, remarks, and why the others did not run."""
-    view = View(case)
+def run_probes(view: View, names: Iterable[str] = ()) -> tuple[list[Finding], list[str], dict[str, str]]:
+    """Every probe that can run, or those named: findings, remarks, and why the others did not run."""
     findings: list[Finding] = []
     remarks: list[str] = []
     not_run: dict[str, str] = {}
-    for check in PROBES.values():
+    for check in [PROBES[n] for n in names] or PROBES.values():
         lacking = [NEEDS[n][0] for n in check.needs if not NEEDS[n][1](view)]
         if lacking:
             not_run[check.name] = "it needs " + " and ".join(dict.fromkeys(lacking))
             continue
         for found in check.run(view):
             (findings if isinstance(found, Finding) else remarks).append(found)
-    return view, findings, remarks, not_run
+    return findings, remarks, not_run
 
 
 def _share(part: int | float, whole: int) -> str:
@@ -639,13 +641,21 @@ def _nearest(view: View, capture: Capture) -> Tap:
 def text(view: View) -> Seen:
     """Is the text the target's own? Its first choice against the next token, recomputed (P8, fault 34)."""
     hits = n = 0
+    surplus = []
     model = view.case.live.model
-    for capture in [c for c in view.sound if c.loss_mask[1:].any()][:FEW]:
+    for capture in [c for c in view.sound if c.loss_mask[1:].any()][:LIVE_FILES]:
         at = capture.loss_mask[1:].nonzero().flatten()
         with torch.inference_mode():
             x = model.model(input_ids=capture.token_ids[None], use_cache=False).last_hidden_state[0, at]
-            hits += int((model.lm_head(x).argmax(-1) == capture.token_ids[at + 1]).sum())
+            log_p = model.lm_head(x).float().log_softmax(-1)  # (n, V)
+        hits += int((log_p.argmax(-1) == capture.token_ids[at + 1]).sum())
         n += len(at)
+        # Text drawn from a model is on average as surprising as its entropy, first choices are less so, both
+        # alike at the beginning and later on. A foreign answer surprises at its beginning only: what
+        # follows is predicted well from that.
+        surprise = -log_p.gather(1, capture.token_ids[at + 1, None])[:, 0] + (log_p.exp() * log_p).sum(-1)
+        if len(at) >= 2 * OPENING:
+            surplus.append(float(surprise[:OPENING].mean() - surprise[OPENING:].mean()))
     if n and hits < OWN_TEXT * n:
         yield Finding(
             "text_shuffled" if hits < SHUFFLED * n else "text_of_others", "text", "answers",
@@ -653,6 +663,18 @@ def text(view: View) -> Seen:
             (f"the target's first choice is the next token in {_share(hits, n)} (n = {n}); "
              f"in text of its own that is {100 * OWN_TEXT:.0f} % or more",),
         )  # fmt: skip
+    elif len(surplus) >= MIN_OPENINGS:
+        gain = torch.tensor(surplus, dtype=torch.float64)
+        value, spread = float(gain.mean()), max(float(gain.std()), 0.1)
+        p_value = float(student.sf(value / (spread / len(gain) ** 0.5), len(gain) - 1))
+        if value > SURPRISED and p_value < 0.01:
+            yield Finding(
+                "text_of_others", "text", "answers", "not the target's own", "written by the target",
+                (f"the first {OPENING} tokens of {len(gain)} answers surprise the target by {value:.2f} nats "
+                 f"a token more than what follows them, its own entropy subtracted (p = {p_value:.2g}); "
+                 f"its first choice is the next token in {_share(hits, n)} (n = {n})",),
+                p_value=p_value,
+            )  # fmt: skip
 
 
 @probe("targets", "captures", "head", "final")

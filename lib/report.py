@@ -11,7 +11,7 @@ fills which slot; stage two rolls chains out under the winner, if that is anothe
 
 | where | what |
 |---|---|
-| `lib.request` | what can be asked for, and which requests are refused |
+| `lib.request`, `lib.inputs` | what can be asked for, which requests are refused; which files that means |
 | here | what is there, which contract is declared and which wirings are tried; the command line |
 | `lib.evaluate`, `lib.parts` | how a file is measured, and how its result is stored |
 | `lib.report_data` | what report.json holds |
@@ -37,14 +37,14 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from lib.arrow_masks import numeric
-from lib.captures import FINAL, Capture, CaptureFiles, capture_files
+from lib.captures import FINAL, Capture
 from lib.compare import compare, save_comparison
 from lib.contract import Contract, Source
 from lib.errors import ContractError, ReportError, WorkbookError
 from lib.evaluate import Plan, Tools, evaluate_all, merge, open_as_planned, open_with_final
 from lib.final_state import settle_final
 from lib.hub import resolve
+from lib.inputs import Pairs, listed_files, pair_up, target_path
 from lib.parts import writing
 from lib.report_data import Measured, Run, assemble, texts
 from lib.report_tables import Report, check_place
@@ -58,7 +58,6 @@ SLOW = 5  # seconds between two states of a bar in a notebook
 JUDGED = 8  # captures of a group from which the kind of an unlabelled final state is judged
 NOT_EXPORTED = {"form", "samples-only"}  # tags of cells that say nothing about the reader's files
 Bar = Callable[[Sequence], Iterable]
-Pairs = Sequence[tuple[Path, Path | None]]  # captures, each with the file of its final state
 
 
 # ---- the report ---------------------------------------------------------------------------------
@@ -76,11 +75,11 @@ def build(request: Request, work: str | Path | None = None) -> Report:
     started = time.perf_counter()
     check_place(asdict(request), request.folder)  # before hours of measuring, not after
     work = Path(work) if work else request.folder / "parts"
-    draft, target = str(resolve(request.draft, "draft")), _target(request.target)
+    draft, target = str(resolve(request.draft, "draft")), target_path(request.target)
     folder = resolve(request.captures, "captures")
-    listed = _list(folder)
+    listed = listed_files(folder)
     warnings: list[str] = []
-    pairs = _pairs(request, folder, listed, warnings)
+    pairs = pair_up(request, folder, listed, warnings)
     masks = request.loss_masks or str(listed.masks or "")
     plan = Plan(
         draft, target, request.convention, request.names, bool(request.names), masks, request.layout,
@@ -151,68 +150,6 @@ class _Seen:
     taps: tuple[Tap | Stored, ...]
     final: bool = False
     final_kind: str | None = None
-
-
-def _list(path: Path) -> CaptureFiles:
-    """The files of a folder, or the file itself."""
-    return CaptureFiles((path,), {}) if path.is_file() else capture_files(path)
-
-
-def _target(asked: str) -> str:
-    """The target's path: a local one, a hub's snapshot, or the sample's; "" if there is none.
-
-    Raises TargetError.
-    """
-    if asked == SAMPLE:
-        from lib.target import ensure_target  # no other target needs what fetches and converts this one
-
-        return str(ensure_target())
-    return str(resolve(asked, "target")) if asked else ""
-
-
-def _pairs(request: Request, folder: Path, listed: CaptureFiles, warnings: list[str]) -> Pairs:
-    """The captures asked for, each with the file of its final state if `finals` names a folder.
-
-    Paired by name where names match (`rows/data_7`), else by number (`data_7`, `final_7`), else, if no number
-    is in both, in their order. Final states that no capture has are a warning.
-
-    Raises ReportError if a capture has no partner.
-    """
-    asked = listed.files[: request.limit or None]
-    if not request.finals:
-        return [(f, None) for f in asked]
-    place = resolve(request.finals, "captures")
-    finals = _list(place).files
-    said = ""
-    for key in (_stem, _number):
-        names, partners = [key(f, folder) for f in listed.files], {key(f, place): f for f in finals}
-        shared = set(names) & set(partners) - {""}
-        if not shared or len(set(names)) < len(names) or len(partners) < len(finals):
-            continue  # these names tell nothing apart
-        if lacking := [f.name for f, n in zip(asked, names, strict=False) if n not in partners]:
-            said = f"{len(finals)} files, none for {', '.join(lacking[:3])}"
-            continue
-        if surplus := len(partners) - len(shared):
-            warnings.append(f"{surplus} of {len(finals)} final states belong to no capture: not used")
-        return [(f, partners[n]) for f, n in zip(asked, names, strict=False)]
-    if said or len(finals) != len(listed.files):
-        raise refused(
-            "finals", f"{len(listed.files)} files, one per capture", said or f"{len(finals)} files",
-            "name final states like their captures, data_7 and final_7",
-        )  # fmt: skip
-    return list(zip(asked, finals, strict=False))
-
-
-def _stem(path: Path, root: Path) -> str:
-    """Path below the folder (the name of a file alone) without suffixes."""
-    inside = path.relative_to(root) if path != root else Path(path.name)
-    return str(inside.parent / Path(inside.name.removesuffix(".gz")).stem)
-
-
-def _number(path: Path, _root: Path) -> str:
-    """The last number in a file's name; "" if there is none."""
-    found = numeric(path)[0]
-    return str(found) if found >= 0 else ""
 
 
 def _survey(files: Sequence[Path], tools: Tools, bar: Bar) -> list[_Seen]:

@@ -4,7 +4,8 @@ Every candidate changes one thing. All are judged on the same positions (every s
 candidate's vocabulary map can say) by the log-likelihood of the text's tokens, paired by conversation. A race
 drops what is clearly behind; what is left sees every conversation, and its gain over the declared contract is
 tested (Student's t, one-sided) against all candidates of the round (Bonferroni). Position step and feedback
-do nothing at depth 0: they are judged at depths 1 to 3, fed with the text.
+do nothing at depth 0: they are judged at depths 1 to 3, fed with the text, where few extreme tokens can
+outweigh the rest in nats, so that hits are tested too.
 
 Axes: C candidates, M conversations, S scored pairs of a batch, Vd draft vocabulary.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,8 +34,10 @@ from lib.metrics import bootstrap_interval, resample_weights
 from lib.taps import Tap, hypotheses
 from lib.target_head import TargetHead
 
-STAGES = (6, 10, 18)  # conversations seen after each early stage of the race; the last stage sees all
-SCALES = ("head_norm",)  # changes that mostly make logits larger or smaller: hits must gain as well
+STAGES = (3, 6, 10, 18)  # conversations seen after each early stage of the race; the last stage sees all
+FAR = 0.15  # nats a token behind the leader, in each of the first few texts: out without a test
+SCALES = ("head_norm",)  # changes that mostly make logits larger or smaller: hits must gain as well, ...
+LOUD = 1.0  # ... unless the text becomes likelier by this many nats a token: no matter of calibration
 DEEP = 3  # depths 1 .. DEEP judge what depth 0 cannot see
 DEEP_TEXTS = 10  # conversations after which what does not look better is given up there
 PROMISING = 0.1  # p below which it looks better
@@ -79,7 +83,7 @@ class Gain:
         candidate: the change.
         nats: (value, low, high) per position.
         points: gain in hits per position at the depths judged.
-        p_value: one-sided, times the number of candidates of the round.
+        p_value: one-sided, corrected for all that was tried in the round (`corrections`).
         positions, conversations: n of both.
     """
 
@@ -195,13 +199,15 @@ class Bench:
                 scores[i, texts], hits[i, texts] = self.evaluate(runners[i], stage)
             seen += texts
             clamps = {i for i in alive if i and candidates[i - 1].field == "max_position"}
-            alive = survivors(scores[:, seen], alive, clamps)
-            if base.deep and len(seen) >= DEEP_TEXTS and not _promising(scores[:, seen], alive):
+            if stage < len(self.stages) - 1:  # whoever saw everything is in the result
+                alive = survivors(scores[:, seen], alive, clamps, self.counts[seen])
+            looks_better = _promising(scores[:, seen], alive) or _promising(hits[:, seen], alive)
+            if base.deep and len(seen) >= DEEP_TEXTS and not looks_better:
                 break
         used = torch.tensor(seen)
         gains = [
             gain_of(runners[i], scores[i, used] - scores[0, used], hits[i, used] - hits[0, used],
-                    self.counts[used], tries[runners[i].suspected])
+                    self.counts[used], tries[_group(runners[i])])
             for i in alive if i
         ]  # fmt: skip
         gains.sort(key=lambda g: -g.nats[0])
@@ -364,10 +370,14 @@ def tap_choices(draft: Draft, contract: Contract, captures, head: TargetHead | N
         if None not in blocks:
             for step in (-1, 1):
                 moved = [Tap(max(0, b + step)) for b in blocks]
-                choices.append(tuple(moved))
+                # The embedding is named by itself in many configs, so that other ids can move without it.
+                rest = [t if b else Tap(0) for b, t in zip(blocks, moved, strict=True)]
+                choices += [tuple(moved), tuple(rest)]
                 choices += [(*now[:i], moved[i], *now[i + 1 :]) for i in range(k)]
         # The incident's cut, both ways: the embedding pushed in front, or the last state pushed in behind.
         choices += [(stored[0], *now[:-1]), (*now[1:], stored[-1])]
+        if None not in blocks and k > 1:  # and both at once: ids of another convention, then cut
+            choices += [(stored[0], *(Tap(max(0, b + step)) for b in blocks[:-1])) for step in (-1, 1)]
         if head is not None and k == 3:
             ids = draft.config.get("eagle_aux_hidden_state_layer_ids")
             choices += list(hypotheses(ids, head.n_layers).values())
@@ -421,12 +431,16 @@ def _same(a: Tensor, b: Tensor, rows: int = 512) -> bool:
 # ---- statistics ---------------------------------------------------------------------------------
 
 
-def survivors(scores: Tensor, alive: list[int], patient: set[int] = frozenset()) -> list[int]:
+def survivors(
+    scores: Tensor, alive: list[int], patient: set[int] = frozenset(), counts: Tensor | None = None
+) -> list[int]:
     """Who is not clearly behind the leader; the base (row 0) always stays, copies of the base do not.
 
     Args:
         scores: (1 + C, n) sums of the n conversations seen.
         patient: may equal the base for now (a clamp that only long texts feel).
+        counts: (n,) positions; at the first look they allow to drop who is `FAR` behind in every text, where
+            too few texts are there for a test.
     """
     n = scores.shape[1]
     rest = [i for i in alive if i and (i in patient or not torch.equal(scores[i], scores[0]))]
@@ -435,6 +449,9 @@ def survivors(scores: Tensor, alive: list[int], patient: set[int] = frozenset())
     leader = max([0, *rest], key=lambda i: float(scores[i].sum()))
     limit = float(student.ppf(1 - DROP, n - 1))
     behind = scores[leader][None] - scores[rest]  # (R, n)
+    if counts is not None and 1 < n <= STAGES[0]:
+        far = (behind > FAR * counts).all(1).tolist()
+        return [0, *(i for i, out in zip(rest, far, strict=True) if not out)]
     spread = behind.std(1).clamp(min=0.5) * n**0.5
     return [0, *(i for i, b, s in zip(rest, behind.sum(1), spread, strict=True) if b <= limit * s)]
 
@@ -443,15 +460,24 @@ def _promising(scores: Tensor, alive: list[int]) -> bool:
     return any(p_value(scores[i] - scores[0], 1) < PROMISING for i in alive if i)
 
 
-def corrections(every: Sequence[Candidate]) -> dict[bool, int]:
-    """What to multiply p-values with, by `suspected`: half of the level goes to each of the two groups."""
-    suspected = sum(c.suspected for c in every)
-    if not suspected:
-        return {False: len(every)}
-    return {True: 2 * suspected, False: 2 * (len(every) - suspected)}
+SHARES = {"suspected": 2, "deep": 1, "rest": 5}  # of the level, between the groups that have candidates
 
 
-def p_value(gain: Tensor, tries: int) -> float:
+def _group(candidate: Candidate) -> str:
+    return "suspected" if candidate.suspected else "deep" if candidate.deep else "rest"
+
+
+def corrections(every: Sequence[Candidate]) -> dict[str, float]:
+    """What to multiply p-values with, by group: candidates of the group over its share of the level.
+
+    Suspected ones are few and likely; deep ones are few, and would drown among the rest.
+    """
+    sizes = Counter(map(_group, every))
+    whole = sum(SHARES[g] for g in sizes)
+    return {g: n * whole / SHARES[g] for g, n in sizes.items()}
+
+
+def p_value(gain: Tensor, tries: float) -> float:
     """One-sided paired t test that the mean of `gain` (n,) is not above 0, corrected for `tries`.
 
     Half a nat a conversation is the least spread believed: equal differences by luck are no certainty.
@@ -463,11 +489,13 @@ def p_value(gain: Tensor, tries: int) -> float:
     return min(1.0, tries * float(student.sf(t, n - 1)))
 
 
-def gain_of(candidate: Candidate, scores: Tensor, hits: Tensor, counts: Tensor, tries: int) -> Gain:
+def gain_of(candidate: Candidate, scores: Tensor, hits: Tensor, counts: Tensor, tries: float) -> Gain:
     """A `Gain` from per-conversation differences (M,) in nats and hits, and position counts."""
     p = p_value(scores, tries)
-    if candidate.field in SCALES:
+    if candidate.field in SCALES and float(scores.sum()) < LOUD * float(counts.sum()):
         p = max(p, p_value(hits, tries))
+    if candidate.deep:  # two tests, so each counts twice; both have to point the same way
+        p = min(2 * p, 2 * p_value(hits, tries), 1.0) if float(scores.sum()) > 0 else 1.0
     weights = resample_weights(len(counts))
     low, high = bootstrap_interval((weights @ scores) / (weights @ counts.double()))
     total = int(counts.sum())

@@ -49,6 +49,27 @@ def effect_figure(base: Effect, effect: Effect, title: str) -> Figure:
     return figure
 
 
+def cost_figure(effects: Mapping[str, Effect]) -> Figure:
+    """Every recorded fault by what it leaves of the tokens a round, the worst on top; healthy is a line."""
+    base = effects["none"]
+    drafted = min(base.tokens)
+    left = {k: e.tokens[drafted] for k, e in effects.items() if k != "none" and e.error is None}
+    keys = sorted(left, key=left.get, reverse=True)
+    figure, axes = new_figure(9.0, 0.9 + 0.2 * len(keys))
+    colours = {"incident_slice": COLOURS["served"]}
+    axes.barh(
+        range(len(keys)), [left[k] for k in keys],
+        color=[COLOURS["trained"] if FAULTS[k].healthy else colours.get(k, COLOURS["other"]) for k in keys],
+    )  # fmt: skip
+    axes.axvline(base.tokens[drafted], color=COLOURS["trained"], lw=1.5)
+    axes.axvline(1, color="black", lw=0.8)
+    axes.set_yticks(range(len(keys)), keys, fontsize=7)
+    axes.set_ylim(-0.6, len(keys) - 0.4)
+    axes.set_xlabel(f"tokens a round of {drafted} drafted, bonus included (1: nothing is accepted)")
+    axes.set_title("What each fault leaves (incident red, healthy controls blue)", loc="left")
+    return figure
+
+
 def tokens_text(base: Effect, effect: Effect) -> str:
     """`2.59 -> 1.47 tokens a round at 5 draft tokens`; the typed error where there is one."""
     if effect.error is not None:

@@ -26,9 +26,10 @@ from lib.checkpoints import load_draft
 from lib.compare import SCHEMA, check_report
 from lib.draft import DraftForward
 from lib.errors import CaptureError, ContractError, MetricError, ReportError
+from lib.inputs import pair_up
 from lib.metric_table import evidence, table
 from lib.norms import norm_statistics, norm_table
-from lib.report import FEW_FILES, JUDGED, MOST_ORDERED, Report, Request, _pairs, build, main, make
+from lib.report import FEW_FILES, JUDGED, MOST_ORDERED, Report, Request, build, main, make
 from lib.taps import Tap
 from lib.target_head import load_target_head
 from tests.capture_writers import WRITERS, native
@@ -626,9 +627,9 @@ def test_final_states_are_paired_by_name(tmp_path, captures, finals, limit, want
     asked = Request("d", str(place), finals=str(tmp_path / "f"), limit=limit)
     if isinstance(wanted, str):
         with pytest.raises(ReportError, match=rf"^request: finals: .*{wanted}"):
-            _pairs(asked, place, capture_files(place), warnings)
+            pair_up(asked, place, capture_files(place), warnings)
         return
-    pairs = _pairs(asked, place, capture_files(place), warnings)
+    pairs = pair_up(asked, place, capture_files(place), warnings)
     assert [f.relative_to(tmp_path / "f").as_posix() for _, f in pairs] == wanted
     assert [f.relative_to(place).as_posix() for f, _ in pairs] == captures[: limit or None]
     assert warnings == (["1 of 3 final states belong to no capture: not used"] if len(finals) == 3 else [])

@@ -18,6 +18,7 @@ from lib.search import (
     corrections,
     deep_scores,
     edits,
+    gain_of,
     matters,
     neighbours,
     p_value,
@@ -204,10 +205,11 @@ def test_p_value_by_hand():
 
 
 def test_suspected_candidates_share_half_of_the_level():
-    """3 of 40 suspected: p times 6 for them, times 74 for the others; 3/6 + 37/74 = 1 level in all."""
+    """3 suspected, 2 deep, 35 more: what all of them may spend of the level adds up to one level."""
     contract = Contract(taps=(1,))
-    every = [Candidate("", "", "", contract, suspected=i < 3) for i in range(40)]
-    assert corrections(every) == {True: 6, False: 74} and corrections(every[3:]) == {False: 37}
+    every = [Candidate("", "", "", contract, suspected=i < 3, deep=i in (3, 4)) for i in range(40)]
+    assert corrections(every) == {"suspected": 12, "deep": 16, "rest": 56}
+    assert 3 / 12 + 2 / 16 + 35 / 56 == 1 and corrections(every[5:]) == {"rest": 35}
 
 
 def test_survivors_keep_base_leader_and_who_is_close():
@@ -217,6 +219,23 @@ def test_survivors_keep_base_leader_and_who_is_close():
     rows = torch.stack([base, base, base + 40, base + 40 + 0.5 * torch.randn(10, generator=rng), base - 30])
     assert survivors(rows, [0, 1, 2, 3, 4]) == [0, 2, 3]
     assert survivors(rows[:2], [0, 1], {1}) == [0, 1]
+
+
+def test_the_first_look_drops_only_what_is_far_behind_in_every_text():
+    """Three texts of 100 positions: 16 nats behind in each is out; far behind in two of them stays."""
+    leader, counts = torch.tensor([-90.0, -80.0, -85.0]), torch.full((3,), 100)
+    rows = torch.stack([leader - 1, leader, leader - 16, leader - torch.tensor([50.0, 50.0, 14.0])])
+    assert survivors(rows, [0, 1, 2, 3], counts=counts) == [0, 1, 3]
+
+
+def test_a_deep_gain_shows_in_hits_where_nats_are_noise():
+    """One token of 40 nats hides what steady hits show; against the nats' direction hits prove nothing."""
+    candidate = Candidate("", "", "", Contract(taps=(1,)), deep=True)
+    hits, counts = torch.full((12,), 6.0, dtype=torch.float64), torch.full((12,), 200)
+    nats = torch.tensor([40.0, -38.0] * 6, dtype=torch.float64)
+    assert gain_of(candidate, nats, hits, counts, 10).p_value < 0.01
+    assert gain_of(replace(candidate, deep=False), nats, hits, counts, 10).p_value > 0.5
+    assert gain_of(candidate, -nats, hits, counts, 10).p_value == 1
 
 
 @pytest.mark.parametrize("tail", ["normal", "heavy"])

@@ -13,6 +13,7 @@ from lib.faults import FAULTS
 from lib.zoo_view import (
     HEALTHY,
     Game,
+    cost_figure,
     effect_figure,
     fault_explorer,
     fault_view,
@@ -46,6 +47,16 @@ def test_every_fault_has_a_view(effects):
             assert figure.axes[0].get_title(loc="left") == fault.title
             plt.close(figure)
     assert plt.get_fignums() == before
+
+
+def test_the_slope_has_a_bar_for_whatever_was_measured(effects):
+    """One bar per fault that could be evaluated, as long as its tokens a round; the worst on top."""
+    measured = {k: e.tokens[5] for k, e in effects.items() if k != "none" and e.error is None}
+    axes = cost_figure(effects).axes[0]
+    names = [t.get_text() for t in axes.get_yticklabels()]
+    assert {n: p.get_width() for n, p in zip(names, axes.patches, strict=True)} == measured
+    assert measured[names[-1]] == min(measured.values())
+    plt.close(axes.figure)
 
 
 def test_the_figure_shows_both_numbers_of_each_row(effects):
