@@ -31,7 +31,7 @@ from tests.support import chromium, needs_chromium
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "artefacts" / "browser"
 
-# Each has one explorer.
+# Each has an explorer; 06 has two, its game is one.
 NOTEBOOKS = [f"{number}_*.ipynb" for number in ("00", "01", "02", "03", "04", "05", "06", "07", "09")]
 
 SECONDS_TO_START = 180  # a cold JupyterLab on two busy cores
@@ -225,16 +225,17 @@ def run_all(page: webdriver.Chrome) -> list[dict]:
 # --- the explorer ---------------------------------------------------------------------------------
 
 DRAWN = """
-const shown = Array.from(document.querySelector(".explorer").closest(".jp-Cell").querySelectorAll(
+const cells = new Set(Array.from(document.querySelectorAll(".explorer"), e => e.closest(".jp-Cell")));
+const shown = Array.from(cells).flatMap(cell => Array.from(cell.querySelectorAll(
   ".jp-RenderedImage img, .jp-RenderedSVG, .jp-RenderedText, .jp-RenderedHTML, " +
   ".widget-html-content, .widget-image"
-), e => e.src ?? (e.matches(".jp-RenderedSVG") ? e.innerHTML : e.textContent));
+))).map(e => e.src ?? (e.matches(".jp-RenderedSVG") ? e.innerHTML : e.textContent));
 return shown.some(s => s.trim()) ? JSON.stringify(shown) : null;
 """
 
 
 def drawn(page: webdriver.Chrome) -> str | None:
-    """What the explorer shows (images, tables, text), without its controls; None when empty."""
+    """What the explorers show (images, tables, text), without their controls; None when empty."""
     return page.execute_script(DRAWN)
 
 
