@@ -66,7 +66,7 @@ REPORT_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS
 option = $(if $(filter command,$(origin $(1))),--$(subst _,-,$(shell echo $(1) | tr A-Z a-z)) "$($(1))")
 
 report: $(BASE) ## a report on your files: DRAFT=... CAPTURES=... [TARGET=... TAPS=... CONVENTION=... OUT=...]
-	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS),$(call option,$(name)))
+	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS) SCHEDULER,$(call option,$(name)))
 
 DIAGNOSE_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS LIMIT OUT
 
@@ -81,9 +81,10 @@ html: $(BASE) ## export the notebooks as single HTML files to html/
 
 engine: $(ENGINE) ## build the serving engine's own environment (.venv-engine)
 
-# Not among them, because they take more than an hour: bench/blind.py and bench/zoo.py.
-bench: $(TEST) ## run the benchmarks, one after the other
-	@set -e; for script in $(filter-out bench/blind.py bench/zoo.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(PY) "$$script"; done
+# Not among them, because they take more than an hour: bench/blind.py and bench/zoo.py. The table comes last.
+bench: $(TEST) ## run the benchmarks, one after the other, and write the README's table of them
+	@set -e; for script in $(filter-out $(addprefix bench/,blind.py zoo.py table.py),$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(PY) "$$script"; done
+	$(PY) bench/table.py
 
 clean: ## remove caches and exports; keeps the environments, the target model and the samples
 	rm -rf html artefacts .pytest_cache .ruff_cache .hypothesis

@@ -320,8 +320,9 @@ def version() -> str:
 
     Taken once, at the start: a worker goes on with the code that it has loaded.
     """
-    files = ("diagnosis", "probes", "search")
-    return sha256(b"".join((ROOT / "lib" / f"{n}.py").read_bytes() for n in files)).hexdigest()[:8]
+    files = sorted((ROOT / "lib").glob("prob*.py"))
+    files += [ROOT / "lib" / f"{n}.py" for n in ("candidates", "diagnosis", "gains", "search", "worth")]
+    return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
 
 
 # ---- scores -----------------------------------------------------------------------------------

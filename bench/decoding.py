@@ -2,8 +2,9 @@
 
     make bench        or        .venv/bin/python bench/decoding.py [--parts baseline lossless speed]
 
-- baseline: plain decoding here beside transformers' own `generate`, on two copies of the target (decoding
-  switches thin products on in its model). A slow baseline would flatter speculation.
+- baseline: decoding here, plain and with the draft, beside transformers' own `generate`, plain and assisted,
+  on two copies of the target (decoding switches thin products on in its model). A slow baseline would
+  flatter speculation. transformers cannot run an EAGLE-3 draft; its assistance here is prompt lookup.
 - lossless: every prompt under right and wrong taps at every depth: token for token the target's own text?
   And do rounds replayed from captures equal the live ones? Each difference is listed with the gap between
   the two best logits, the target's or the draft's, where it begins.
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.draft_forward import measure, ratios
+from bench._timing import measure, ratios
 from lib import samples
 from lib.acceptance import rollouts, speed_table, walk
 from lib.decoding import Generation, as_capture, decode, measure_costs, speculate
@@ -34,6 +35,7 @@ from lib.target import continue_greedily, ensure_target, load_target
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTH = 15  # the deepest chain
+LOOKED_UP = 10  # candidates of prompt lookup, as transformers' documentation has it
 PROMPTS = (
     "Give me a recipe for pancakes.",
     "How do I cook rice without a rice cooker?",
@@ -83,26 +85,47 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def baseline(model, prompts, tokens: int, repeats: int) -> dict:
+@torch.inference_mode()
+def look_up(model, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Greedy assisted generation of transformers, its candidates looked up in the text so far."""
+    ids = model.generate(
+        prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=tokens, do_sample=False,
+        prompt_lookup_num_tokens=LOOKED_UP,
+    )  # fmt: skip
+    return ids[0, len(prompt) :]
+
+
+def baseline(model, forward, contract, prompts, tokens: int, depth: int, repeats: int) -> dict:
     untouched = load_target(ensure_target())
-    ours = [decode(model, p, tokens).tokens for p in prompts]
-    theirs = [continue_greedily(untouched, p, tokens) for p in prompts]
-    same = sum(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert same == len(prompts), f"{same} of {len(prompts)} texts agree: not the same computation"
-    seconds = measure(
-        {
-            "generate": lambda: [continue_greedily(untouched, p, tokens) for p in prompts],
-            "decode": lambda: [decode(model, p, tokens) for p in prompts],
-        },
-        repeats,
+    writers = {
+        "generate": lambda p: continue_greedily(untouched, p, tokens),
+        "assisted": lambda p: look_up(untouched, p, tokens),
+        "decode": lambda p: decode(model, p, tokens).tokens,
+        "speculate": lambda p: speculate(model, forward, p, tokens, depth=depth, contract=contract).tokens,
+    }
+    texts = {name: [write(p) for p in prompts] for name, write in writers.items()}
+    same = {
+        name: sum(torch.equal(a, b) for a, b in zip(found, texts["generate"], strict=True))
+        for name, found in texts.items()
+    }
+    assert min(same.values()) == len(prompts), (
+        f"of {len(prompts)} texts {same} agree: not the same computation"
     )
-    written = sum(map(len, ours))
+    # They have warmed up by writing these texts.
+    seconds = measure(
+        {name: lambda write=write: [write(p) for p in prompts] for name, write in writers.items()},
+        repeats,
+        warm=False,
+    )
+    written = sum(map(len, texts["generate"]))
+    pairs = [("generate", "decode"), ("generate", "speculate"), ("assisted", "speculate")]
     return {
-        "prompts": len(prompts), "tokens": written, "repeats": repeats,
-        "same texts": f"{same} of {len(prompts)}",
-        "generate / decode, seconds": ratios(seconds["generate"], seconds["decode"]),
-        "generate, tok/s": spread([written / s for s in seconds["generate"]]),
-        "decode, tok/s": spread([written / s for s in seconds["decode"]]),
+        "prompts": len(prompts), "tokens": written, "repeats": repeats, "draft tokens a round": depth,
+        "same texts": f"{min(same.values())} of {len(prompts)}",
+    } | {
+        f"{theirs} / {ours}, seconds": ratios(seconds[theirs], seconds[ours]) for theirs, ours in pairs
+    } | {
+        f"{name}, tok/s": spread([written / s for s in seconds[name]]) for name in writers
     }  # fmt: skip
 
 
@@ -226,6 +249,7 @@ def main() -> None:
     parser.add_argument("--timed-prompts", type=int, default=3, help="for baseline and speed")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 8, DEPTH], help="for lossless")
     parser.add_argument("--timed-depths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8, 11, DEPTH])
+    parser.add_argument("--baseline-depth", type=int, default=3, help="draft tokens a round, for baseline")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "decoding.json")
     args = parser.parse_args()
@@ -242,7 +266,9 @@ def main() -> None:
     contracts = {"right": right, "wrong": right.change(taps=samples.SERVED_TAPS)}
 
     calls = {
-        "baseline": lambda: baseline(model, timed, args.tokens, args.repeats),
+        "baseline": lambda: baseline(
+            model, forward, right, timed, args.tokens, args.baseline_depth, args.repeats
+        ),
         "lossless": lambda: lossless(model, forward, contracts, prompts, args.tokens, args.depths),
         "speed": lambda: speed(
             model, forward, contracts, timed, args.tokens, args.timed_depths, args.repeats

@@ -1,188 +1,338 @@
-"""Step-0 evaluation and the sweep, beside speculators' model and the bare matrix products.
+"""The draft forward beside speculators' model, SpecForge's and the bare matrix products.
 
-    make bench        or        .venv/bin/python bench/draft_forward.py [--captures 32] [--repeats 9]
+    make bench        or        .venv/bin/python bench/draft_forward.py [--shapes sample kimi] [--parts ...]
 
-Everything runs in this one process on the same captures, the variants in turn (A B C A B C ...), so
-that a drifting machine touches all alike. Ratios are what counts; seconds are this machine's.
+- sample: the shipped draft (a) on the held-out captures, fp32.
+- kimi: random weights of Kimi-K2.5's size (bench/kimi.py) on one capture of 512 tokens, bf16, in a process
+  of its own. No contract is better than another there, so a race has nothing to drop and is not run.
 
-- floor: the same matrix products alone, at their own shapes, of the work that scoring needs: keys,
-  values and `fc` for every pair; queries, output projection, MLP and lm_head for scored pairs only.
-- ours: `DraftForward.predict` (reading states from the opened captures, attention, norms, argmax).
-- speculators: `Eagle3DraftModel.forward`, one step, one capture a call (its eager attention builds a
-  dense mask, so longer packs cost it more, not less).
+Each part times its variants in one process on the same inputs, in turn (A B C A B C ...); what a ratio
+compares always comes from the same part. Ratios are what counts; seconds are this machine's.
+
+- step 0: floor (`floor_products`), ours on scored pairs, ours on all pairs, and the two models, which
+  know no other than all pairs.
+- depths: 8 predictions a pair, depth 0 to 7, the text's tokens fed: `ttt_steps=8` and `depths=8`.
+- rollouts: chains of 8 own tokens from every scored pair, beside one single pass: depth 0 on scored pairs.
+- sweeps: 24 ordered triples, exact and raced, and a race of 200 contracts; how often a race would have
+  found the exact winner, over conversations drawn again with replacement.
+
+Nothing is timed before its predictions were found equal to the peer's. A shape or part that was not asked
+for keeps what `--out` already holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import platform
-import statistics
-import time
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from bench import _peers as peers
+from bench import kimi
+from bench._timing import machine, measure, medians, ratio
 from lib import samples, sweep
+from lib.acceptance import rollouts
+from lib.captures import Capture
+from lib.contract import Contract
 from lib.draft import BATCH_PAIRS, DraftForward
+from lib.taps import Tap
 
 ROOT = Path(__file__).resolve().parents[1]
+DEPTHS = 8
+# Largest relative difference of logits, by dtype: bf16 keeps 8 bits, and a chain adds up its roundings.
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
-def speculators_model():
-    """The shipped draft (a) in speculators' own class, embeddings from the target."""
-    from safetensors.torch import load_file
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+@dataclass(frozen=True)
+class Setup:
+    """What is measured: a prepared draft, captures, the contract to run and the taps to choose from."""
 
-    folder = samples.SAMPLES / "drafts" / samples.DRAFTS["a"]
-    config = Eagle3SpeculatorConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"
-    config.speculators_config.verifier.name_or_path = None
-    model = Eagle3DraftModel(config)
-    weights = load_file(folder / "model.safetensors")
-    weights["embed_tokens.weight"] = samples.target_head().embed
-    left = model.load_state_dict(weights, strict=False)
-    assert not left.unexpected_keys and all("verifier" in k for k in left.missing_keys), left
-    return model.float().eval()
+    forward: DraftForward
+    captures: Sequence[Capture]
+    contract: Contract
+    taps: Sequence[Tap]
+    repeats: int
+    warm: bool = True
+    many: int = 200
+    resamples: int = 200
 
-
-def speculators_pass(model, batches) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [model(**batch, ttt_steps=1)[0] for batch in batches]
+    def single(self):
+        return self.forward.predict(self.captures, self.contract)
 
 
-def speculators_batches(captures):
-    from speculators.models.eagle3.data import shift_batch
+def sample_setup(args) -> Setup:
+    draft = samples.draft("a", samples.target_head())
+    contract = draft.contract.change(taps=samples.TRAINED_TAPS["a"])
+    captures = samples.captures(args.captures)
+    return Setup(
+        DraftForward(draft), captures, contract, samples.STORED_TAPS, args.repeats,
+        many=args.contracts, resamples=args.resamples,
+    )  # fmt: skip
 
-    batches = []
-    for capture in captures:
-        n = len(capture)
-        states = torch.cat([capture.state(t) for t in samples.TRAINED_TAPS["a"]], -1).float()
-        batch = shift_batch(
-            {
-                "input_ids": capture.token_ids,
-                "hidden_states": states,
-                "verifier_last_hidden_states": states[:, :1],
-                "loss_mask": capture.loss_mask,
-                "lengths": torch.tensor([n]),
-                "position_ids": torch.arange(n),
+
+def kimi_setup(args) -> Setup:
+    from lib.captures import open_capture
+    from lib.checkpoints import load_draft
+
+    sizes = replace(kimi.Sizes(), tokens=args.tokens)
+    path = kimi.write_capture(args.folder / f"tokens_{args.tokens}", sizes)
+    draft = load_draft(kimi.write(args.folder / "grouped", "grouped", sizes), dtype=None)
+    taps = tuple(map(Tap, kimi.TAPS))
+    mask = torch.arange(args.tokens) >= args.tokens // 4
+    capture = open_capture(path, taps=kimi.TAPS, loss_mask=mask)
+    # The equality checks have run everything once: no warm-up of minutes on top.
+    return Setup(
+        DraftForward(draft), [capture], draft.contract.change(taps=taps[:3]), taps, args.kimi_repeats, False
+    )
+
+
+SETUPS = {"sample": sample_setup, "kimi": kimi_setup}
+
+
+# ---- step 0 and depths ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model, how to run it, and the contract it computes."""
+
+    model: torch.nn.Module
+    run: Callable[..., Tensor]
+    contract: Contract
+
+
+@torch.no_grad()
+def logits_of(model, run) -> Tensor:
+    """Every logit a peer computes in `run`, (N, depths, Vd): it returns ids alone."""
+    seen: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda _module, _inputs, out: seen.append(out[0]))
+    try:
+        run()
+    finally:
+        handle.remove()
+    return torch.stack(seen, 1)
+
+
+def same(at: Setup, peer: Peer, batches, depths: int) -> dict:
+    """How far a peer's computation is from ours: predictions everywhere, logits on the first capture.
+
+    AssertionError if they are not the same up to rounding, or if another order of taps would pass too.
+    """
+    own = at.forward.predict(at.captures, peer.contract, depths=depths, positions="all").draft_ids
+    agree = float((own == peer.run(peer.model, batches, depths)).float().mean())
+    theirs = logits_of(peer.model, lambda: peer.run(peer.model, batches[:1], depths)).float()
+
+    def off(under: Contract) -> float:
+        """Largest difference at any depth, relative to the size of that depth's logits."""
+        p = at.forward.predict(at.captures[:1], under, depths=depths, positions="all", keep_logits=True)
+        gap = (p.logits - theirs).norm(dim=(0, 2)) / theirs.norm(dim=(0, 2))  # (depths,)
+        return float(gap.max())
+
+    dtype = at.forward.dtype
+    found = {"predictions agree": agree, "logits differ by": float(f"{off(peer.contract):.2g}")}
+    found["with two taps swapped by"] = float(f"{off(swapped(peer.contract)):.2g}")
+    assert found["logits differ by"] < CLOSE[dtype] < found["with two taps swapped by"], found
+    # Equal rows of a made-up lm_head tie, and bf16 rounds near ties apart: ids decide in fp32 only.
+    assert dtype == torch.bfloat16 or agree > 0.999, found
+    return found
+
+
+def swapped(contract: Contract) -> Contract:
+    first, second, *rest = contract.taps
+    return contract.change(taps=(second, first, *rest))
+
+
+def models(at: Setup) -> tuple[dict[str, Peer], dict[str, str]]:
+    """The peers that can be built here, and why the others cannot."""
+    found = {
+        "speculators": Peer(peers.speculators_model(at.forward.draft), peers.speculators_pass, at.contract)
+    }
+    try:
+        from tests.specforge_model import specforge_model
+
+        # It has one place for the residual only; the work is the same in both.
+        contract = at.contract.change(norm_before_residual=False)
+        found["SpecForge"] = Peer(specforge_model(at.forward.draft), peers.specforge_pass, contract)
+    except ImportError as err:
+        return found, {"SpecForge": repr(err)}
+    return found, {}
+
+
+def beside_peers(at: Setup, depths: int) -> dict:
+    """Ours, the floor and the peers at this many depths, teacher-fed."""
+    forward, captures = at.forward, at.captures
+    batches = peers.speculators_batches(captures, at.contract.taps, forward.dtype)
+    work = peers.floor_products(forward, captures, depths)
+    variants = {
+        "floor": lambda: peers.multiply(work),
+        "ours": lambda: forward.predict(captures, at.contract, depths=depths),
+        "ours, all positions": lambda: forward.predict(captures, at.contract, depths=depths, positions="all"),
+    }
+    built, missing = models(at)
+    agreement = {}
+    for name, peer in built.items():
+        try:
+            peer.run(peer.model, batches[:1], depths)
+        except RuntimeError as err:  # a peer that compiles needs a compiler
+            missing[name] = repr(err)[:300]
+            continue
+        agreement[name] = same(at, peer, batches, depths)
+        variants[name] = lambda peer=peer: peer.run(peer.model, batches, depths)
+        if depths > 1:
+            variants[f"{name}, one step"] = lambda peer=peer: peer.run(peer.model, batches)
+    if depths > 1:
+        variants["ours, one step"] = at.single
+    with torch.inference_mode():
+        at.single()
+        seconds = measure(variants, at.repeats, warm=at.warm)
+    found = {"predictions a pair": depths, "same computation": agreement, "not run": missing}
+    found["ours / floor"] = ratio(seconds["ours"], seconds["floor"])
+    for name in agreement:
+        found[f"{name} / ours"] = ratio(seconds[name], seconds["ours"])
+        found[f"{name} / ours, all positions"] = ratio(seconds[name], seconds["ours, all positions"])
+        found[f"{name} / floor"] = ratio(seconds[name], seconds["floor"])
+    for name in (*agreement, "ours") if depths > 1 else ():
+        found[f"{name} / {name}, one step"] = ratio(seconds[name], seconds[f"{name}, one step"])
+    return found | {"median seconds": medians(seconds)}
+
+
+# ---- rollouts and sweeps --------------------------------------------------------------------------
+
+
+def rolled_out(at: Setup) -> dict:
+    single = at.single()
+    own = rollouts(at.forward, at.captures, at.contract, DEPTHS)
+    taught = at.forward.predict(at.captures, at.contract, depths=DEPTHS)
+    assert torch.equal(own.draft_ids[:, :1], single.draft_ids), "depth 0 is not the single pass"
+    # Up to its first miss, a chain is fed what the text has: there both kinds of chain are one.
+    right = torch.cat((torch.ones(len(own.hit), 1), own.hit[:, :-1]), 1).cumprod(1).bool()
+    agree = float((own.draft_ids == taught.draft_ids)[right].float().mean())
+    assert agree > 0.999, f"{agree:.4f}: chains that were fed the same differ"
+    variants = {
+        "single pass": at.single,
+        "rollouts": lambda: rollouts(at.forward, at.captures, at.contract, DEPTHS),
+    }
+    seconds = measure(variants, at.repeats, warm=at.warm)
+    return {
+        "chain tokens": DEPTHS, "fed alike, agree": agree,
+        "rollouts / single pass": ratio(seconds["rollouts"], seconds["single pass"]),
+        "median seconds": medians(seconds),
+    }  # fmt: skip
+
+
+def triples(at: Setup) -> list[Contract]:
+    return [at.contract.change(taps=taps) for taps in sweep.ordered_choices(at.taps, 3)]
+
+
+def many(at: Setup) -> list[Contract]:
+    """Of the 288 wirings of token shift, residual and head norm over the 24 triples; the true one first."""
+    space = [
+        contract.change(token_shift=shift, norm_before_residual=residual, head_norm=norm)
+        for contract in triples(at)
+        for shift, residual, norm in itertools.product((0, 1, 2), (True, False), (True, False))
+    ]
+    others = [contract for contract in space if contract != at.contract]
+    assert len(others) == len(space) - 1
+    return [at.contract, *random.Random(0).sample(others, at.many - 1)]
+
+
+def resampled(exact: sweep.Sweep, times: int) -> dict:
+    """The race replayed on redrawn lists of conversations, each with an order of its own."""
+    found, passes, n = 0, [], len(exact.counts)
+    rng = torch.Generator().manual_seed(0)
+    for seed in range(times):
+        redrawn = exact.on(torch.randint(n, (n,), generator=rng))
+        raced = sweep.replay(redrawn, seed=seed)
+        found += raced.winner == redrawn.winner
+        passes.append(raced.passes)
+    return {
+        "resamples": times, "share with the exact winner": found / times,
+        "passes": [round(min(passes), 1), round(max(passes), 1)],
+    }  # fmt: skip
+
+
+def swept(at: Setup) -> dict:
+    forward, captures, few = at.forward, at.captures, triples(at)
+    variants = {"single pass": at.single, "24 exact": lambda: sweep.sweep(forward, captures, few)}
+    found = {}
+    if len(captures) < sweep.FEWEST:
+        found["not raced"] = f"{len(captures)} conversation, and no contract better than another"
+    else:
+        lots = many(at)
+        variants["24 raced"] = lambda: sweep.race(forward, captures, few)
+        variants[f"{at.many} raced"] = lambda: sweep.race(forward, captures, lots)
+        for name, contracts in (("24", few), (str(at.many), lots)):
+            exact, raced = sweep.sweep(forward, captures, contracts), sweep.race(forward, captures, contracts)
+            assert raced.winner == exact.winner, f"{name}: the race has another winner"
+            assert torch.equal(sweep.replay(exact).seen, raced.seen), f"{name}: not the race that is replayed"
+            found |= {
+                f"{name}: winner is the trained wiring": exact.winner == at.contract,
+                f"{name}: passes raced": round(raced.passes, 2),
+                f"{name}: resampled": resampled(exact, at.resamples),
             }
-        )
-        batches.append(
-            {
-                "hidden_states": batch["hidden_states"][None],
-                "input_ids": batch["input_ids"][None],
-                "document_ids": torch.zeros(1, n - 1, dtype=torch.long),
-                "position_ids": batch["position_ids"][None],
-            }
-        )
-    return batches
+    seconds = measure(variants, at.repeats, warm=at.warm)
+    for name in list(variants)[1:]:
+        found[f"{name} / single pass"] = ratio(seconds[name], seconds["single pass"])
+    return found | {"median seconds": medians(seconds)}
 
 
-def floor_products(forward: DraftForward, captures):
-    """The matrix products of one scoring pass as (input, weight) pairs, shapes as in our batches."""
-    draft, layer = forward.draft, forward.draft.layers[0]
-    first, work = forward.attention[0], []
-    for batch in forward.batches(captures):
-        n, s = int(batch.counts.sum()), int(batch.scored_counts.sum())
-        width = captures[0].hidden_size
-        shapes = [(n, forward.fc[:, i * width : (i + 1) * width]) for i in range(3)]
-        stacks = [(n, first.kv_embed), (n, first.kv_hidden), (s, first.q_embed), (s, first.q_hidden)]
-        stacks += [(s, forward.gate_up[0])]
-        shapes += [(rows, w) for rows, stack in stacks for w in stack.weights]
-        shapes += [(s, layer.o), (s, layer.down), (s, draft.lm_head)]
-        work += [(torch.randn(rows, w.shape[1]), w) for rows, w in shapes]
-    return work
+PARTS = {
+    "step 0": lambda at: beside_peers(at, 1),
+    "depths": lambda at: beside_peers(at, DEPTHS),
+    "rollouts": lambda at: rolled_out(replace(at, repeats=fewer(at))),
+    "sweeps": lambda at: swept(replace(at, repeats=fewer(at))),
+}
 
 
-def multiply(work) -> None:
-    for x, w in work:
-        x @ w.T
+def fewer(at: Setup) -> int:
+    """Repeats of a part that takes long; never fewer than asked for at most three."""
+    return max(min(3, at.repeats), at.repeats // 3)
 
 
-def measure(variants: dict, repeats: int) -> dict[str, list[float]]:
-    """Seconds per variant, run in turn after one warm-up each."""
-    for call in variants.values():
-        call()
-    seconds = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, call in variants.items():
-            began = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
-def ratios(a: list[float], b: list[float]) -> str:
-    """Median and spread of a / b, run by run."""
-    r = sorted(x / y for x, y in zip(a, b, strict=True))
-    return f"{statistics.median(r):.2f}x ({r[0]:.2f} to {r[-1]:.2f})"
+def run(shape: str, parts: Sequence[str], args) -> None:
+    """One shape's parts in this process; each is written as soon as it is there."""
+    at = SETUPS[shape](args)
+    for part in parts:
+        found = PARTS[part](at)
+        print(shape, part, json.dumps(found, indent=1), flush=True)
+        record = json.loads(args.out.read_text()) if args.out.exists() else {}
+        pairs, scored = (sum(map(f, at.captures)) for f in (lambda c: len(c) - 1, lambda c: len(c.scored)))
+        about = {
+            "machine": machine(str(at.forward.dtype).removeprefix("torch.")), "captures": len(at.captures),
+            "pairs": pairs, "scored": scored, "batch_pairs": BATCH_PAIRS,
+        }  # fmt: skip
+        record[shape] = record.get(shape, {}) | {part: about | found}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({s: record[s] for s in SETUPS if s in record}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--captures", type=int, default=samples.HELDOUT)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--shapes", nargs="+", choices=SETUPS, default=list(SETUPS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--captures", type=int, default=samples.HELDOUT, help="of the samples")
+    parser.add_argument("--repeats", type=int, default=9, help="on the samples")
+    parser.add_argument("--contracts", type=int, default=200, help="of the larger race, at most 288")
+    parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=512, help="of the Kimi-sized capture")
+    parser.add_argument("--kimi-repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=ROOT / ".work" / "kimi")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "draft_forward.json")
     args = parser.parse_args()
-
-    captures = samples.captures(args.captures)
-    draft = samples.draft("a", samples.target_head())
-    contract = draft.contract.change(taps=samples.TRAINED_TAPS["a"])
-    forward = DraftForward(draft)
-    model, batches = speculators_model(), speculators_batches(captures)
-    work = floor_products(forward, captures)
-    orders = sweep.ordered_choices(samples.STORED_TAPS, 3)
-    candidates = [draft.contract.change(taps=t) for t in orders]
-
-    ours = forward.predict(captures, contract, positions="all").draft_ids[:, 0]
-    theirs = torch.cat([ids[0] for ids in speculators_pass(model, batches)])
-    same = float((ours == theirs).float().mean())
-    assert same > 0.999, f"only {same:.4f} of the predictions agree: not the same computation"
-
-    with torch.inference_mode():
-        step0 = measure(
-            {
-                "floor": lambda: multiply(work),
-                "ours": lambda: forward.predict(captures, contract),
-                "ours, all positions": lambda: forward.predict(captures, contract, positions="all"),
-                "speculators": lambda: speculators_pass(model, batches),
-            },
-            args.repeats,
-        )
-        sweeps = measure(
-            {
-                "single pass": lambda: forward.predict(captures, contract),
-                "sweep, exact": lambda: sweep.sweep(forward, captures, candidates),
-                "sweep, race": lambda: sweep.race(forward, captures, candidates),
-            },
-            max(3, args.repeats // 3),
-        )
-    exact = sweep.sweep(forward, captures, candidates)
-    raced = sweep.race(forward, captures, candidates)
-    assert exact.winner == raced.winner
-
-    pairs = sum(len(c) - 1 for c in captures)
-    scored = sum(len(c.scored) for c in captures)
-    result = {
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, fp32",
-        "captures": len(captures), "pairs": pairs, "scored": scored, "batch_pairs": BATCH_PAIRS,
-        "same predictions as speculators": same,
-        "ours / floor": ratios(step0["ours"], step0["floor"]),
-        "speculators / floor": ratios(step0["speculators"], step0["floor"]),
-        "speculators / ours": ratios(step0["speculators"], step0["ours"]),
-        "speculators / ours, all positions": ratios(step0["speculators"], step0["ours, all positions"]),
-        "24 triples exact / single pass": ratios(sweeps["sweep, exact"], sweeps["single pass"]),
-        "24 triples raced / single pass": ratios(sweeps["sweep, race"], sweeps["single pass"]),
-        "race, passes by count": round(raced.passes, 2),
-        "race has the exact winner": exact.winner == raced.winner,
-        "median seconds": {k: round(statistics.median(v), 4) for k, v in (step0 | sweeps).items()},
-    }  # fmt: skip
-    for name, value in result.items():
-        print(f"{name:38} {value}")
-    out = ROOT / "bench" / "results"
-    out.mkdir(exist_ok=True)
-    (out / "draft_forward.json").write_text(json.dumps(result, indent=1) + "\n")
+    if len(args.shapes) == 1:
+        run(args.shapes[0], args.parts, args)
+        return
+    for shape in args.shapes:  # a process each: one shape's memory is not the other's
+        call = [sys.executable, "-m", "bench.draft_forward", *sys.argv[1:], "--shapes", shape]
+        subprocess.run(call, cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench.draft_forward import measure, ratios
+from bench._timing import measure, ratios
 from lib.products import THIN, product
 
 ROOT = Path(__file__).resolve().parents[1]

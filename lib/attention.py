@@ -21,10 +21,12 @@ from lib.contract import Rope
 from lib.errors import CheckpointError
 from lib.products import product
 from lib.rope import latent_factor, rotate
+from lib.transfer import send
 
 # Weights are put side by side, or made contiguous, up to this size only: one product of small weights
 # saves time, two of large ones cost the same, and a copy of a Kimi-sized draft would cost gigabytes.
 COPY_BYTES = 16 << 20
+CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -189,6 +191,9 @@ def mix(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask) -> Tensor:
         # torch's CPU kernel takes heads of one size; without it all scores would be in memory at once.
         wide = max(size, k.shape[-1])
         q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    if q.device.type != "cpu" and mask.get("attn_mask") is not None:
+        # With a mask, CUDA's memory-efficient kernel takes as many key heads as query heads or none.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)[..., :size]
 
 
@@ -200,14 +205,23 @@ class Layout:
         visible: (B, Tq, Tk) bool, causal: scored pair q of a capture sees its pair k.
     """
 
-    def __init__(self, counts: Tensor, scored_counts: Tensor, time: Tensor, scored: Tensor) -> None:
-        """From (B,), (B,), (N,) time t of each pair, (S,) indices of scored pairs into N."""
-        device = time.device
+    def __init__(
+        self,
+        counts: Tensor,
+        scored_counts: Tensor,
+        time: Tensor,
+        scored: Tensor,
+        device: torch.device = CPU,
+    ) -> None:
+        """From (B,), (B,), (N,) time t of each pair, (S,) indices of scored pairs into N, all on the CPU."""
         self.counts, self.scored_counts = counts, scored_counts
+        self.scored_ends = [0, *scored_counts.cumsum(0).tolist()]
         # (B, longest) index into N / S, and the reverse; padding points at row 0 and is masked.
-        self.pad_all, self.all_at = _padding(counts, device)
-        self.pad_scored, self.scored_at = _padding(scored_counts, device)
-        time_q = time[scored][self.pad_scored]  # (B, Tq)
+        pad_all, all_at = _padding(counts)
+        pad_scored, scored_at = _padding(scored_counts)
+        time_q = send(time[scored][pad_scored], device)  # (B, Tq)
+        self.pad_all, self.pad_scored = send(pad_all, device), send(pad_scored, device)
+        self.all_at, self.scored_at = (tuple(send(x, device) for x in at) for at in (all_at, scored_at))
         keys = torch.arange(int(counts.max()), device=device)
         self.visible = keys[None, None, :] <= time_q[:, :, None]
 
@@ -252,7 +266,8 @@ class Layout:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         for start in range(0, len(self.counts), step):
             block = slice(start, start + step)
-            mine = ((row >= start) & (row < start + step)).nonzero().flatten()
+            # Scored pairs come capture by capture: those of the block are a slice.
+            mine = slice(self.scored_ends[start], self.scored_ends[min(start + step, len(self.counts))])
             keys = k[self.pad_all[block]].permute(0, 2, 3, 1)  # (b, g, d, Tk)
             values = v[self.pad_all[block]].transpose(1, 2)  # (b, g, Tk, dv)
             queries = q[self.pad_scored[block]].permute(0, 2, 3, 1, 4)  # (b, g, r, Tq, d)
@@ -269,7 +284,7 @@ class Layout:
         return out.flatten(1)
 
 
-def _padding(counts: Tensor, device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _padding(counts: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Index tables between a flat list and (B, longest): gather index, and (row, column) of each item."""
     longest = int(counts.max())
     starts = counts.cumsum(0) - counts
@@ -277,4 +292,4 @@ def _padding(counts: Tensor, device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     gather = torch.where(column < counts[:, None], starts[:, None] + column, 0)
     row = torch.repeat_interleave(torch.arange(len(counts)), counts)
     column_of = torch.arange(int(counts.sum())) - starts[row]
-    return gather.to(device), (row.to(device), column_of.to(device))
+    return gather, (row, column_of)

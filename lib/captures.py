@@ -82,16 +82,23 @@ class Capture:
 
         Raises CaptureError if the tap is not stored or holds NaN or Inf.
         """
+        states = self.unchecked(tap)
+        # One NaN or Inf makes the sum one too, as may an overflow; only then is every value worth a look.
+        if not torch.isfinite(states.sum(dtype=torch.promote_types(states.dtype, torch.float32))):
+            self._check_finite(tap, states)
+        return states
+
+    def unchecked(self, tap: Tap | Stored | str) -> Tensor:
+        """The same, for who notices NaN and Inf anyway and asks `state` then."""
         tap = tap if tap == FINAL else parse_tap(tap)
         if tap not in self.readers:
             raise CaptureError(
                 self.path, str(tap), expected=f"one of the stored {[str(t) for t in self.readers]}",
                 found="no such state", remedy="choose a stored tap, or recapture with this one",
             )  # fmt: skip
-        states = self.readers[tap]()
-        # One NaN or Inf makes the sum one too; only then is it worth looking at every value.
-        if torch.isfinite(states.sum(dtype=torch.float64)):
-            return states
+        return self.readers[tap]()
+
+    def _check_finite(self, tap: Tap | Stored | str, states: Tensor) -> None:
         bad = ~torch.isfinite(states)
         if bad.any():
             row = int(bad.any(-1).nonzero()[0, 0])
@@ -100,7 +107,6 @@ class Capture:
                 found=f"{int(bad.sum())} NaN or Inf values, the first in position {row}",
                 remedy="recapture in bf16 or fp32 (fp16 overflows at 65504), or drop this file",
             )  # fmt: skip
-        return states
 
     def stored(self, index: int) -> Tensor:
         """The index-th stored state (negative counts from the end), whatever its name."""

@@ -20,14 +20,15 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from lib.captures import Capture
+from lib.captures import FINAL, Capture
 from lib.case import Case, Diagnosis
 from lib.diagnosis import diagnose, table
 from lib.errors import CaptureError, WorkbookError
-from lib.evaluate import Plan, Tools, open_with_final
-from lib.hub import resolve
-from lib.inputs import listed_files, pair_up, target_path
+from lib.evaluate import Tools, open_with_final
+from lib.final_state import settle_final
+from lib.inputs import inputs_of
 from lib.request import Request
+from lib.target_head import TargetHead
 
 OPTIONS = ("draft", "captures", "target", "finals", "taps", "convention", "layout", "loss_masks", "limit")
 
@@ -44,34 +45,45 @@ def open_case(
 
     Raises a WorkbookError when the draft, the target or the request is at fault, or no file is readable.
     """
-    warnings: list[str] = []
-    draft, target = str(resolve(request.draft, "draft")), target_path(request.target)
-    folder = resolve(request.captures, "captures")
-    listed = listed_files(folder)
-    pairs = pair_up(request, folder, listed, warnings)
-    masks = request.loss_masks or str(listed.masks or "")
-    plan = Plan(draft, target, request.convention, request.names, bool(request.names), masks, request.layout)
-    tools = Tools(plan)
+    found = inputs_of(request)
+    warnings, tools = found.warnings, Tools(found.plan)
     captures: list[Capture] = []
     unread: list[WorkbookError] = []
-    for path, final in progress(pairs):
+    for path, final in progress(found.pairs):
         try:
             captures.append(open_with_final(path, final, tools))
         except WorkbookError as err:
             unread.append(err)
     if not captures:
         raise CaptureError(
-            folder, "captures", expected="at least one capture that can be read",
+            found.folder, "captures", expected="at least one capture that can be read",
             found=f"{len(unread)} refused, the first: {unread[0] if unread else 'there is no file'}",
             remedy="`python -m lib.detect FILE` says what a file is and why",
         )  # fmt: skip
+    if tools.head is not None:
+        captures = _settled(captures, tools.head, warnings)
     running = None
-    if live and target:
+    if live and found.plan.target:
         from lib.decoding import LiveTarget
         from lib.target import load_target
 
-        running = LiveTarget(load_target(Path(target)))
+        running = LiveTarget(load_target(Path(found.plan.target)))
     return Case(tools.forward.draft, tuple(captures), tools.head, running, tuple(unread)), warnings
+
+
+def _settled(captures: list[Capture], head: TargetHead, warnings: list[str]) -> list[Capture]:
+    """Final states that no file calls pre- or post-norm are judged by evidence, or warned of."""
+    at = [i for i, c in enumerate(captures) if FINAL in c.readers and c.final_kind is None]
+    try:
+        settled, _ = settle_final([captures[i] for i in at], head)
+    except WorkbookError as err:  # NaN in a state, say: the probes will name it
+        warnings.append(f"final states not judged: {err}")
+        return captures
+    for i, capture in zip(at, settled, strict=True):
+        captures[i] = capture
+    said = [n for c in settled if c.final_kind is None for n in c.notes[-1:]]
+    warnings += dict.fromkeys(said)
+    return captures
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 
 from lib.acceptance import rollouts, walk
+from lib.candidates import Candidate, edits, neighbours, stored_taps
 from lib.captures import Capture
 from lib.case import Case, Diagnosis, Finding
 from lib.checkpoints import Draft
@@ -21,18 +22,19 @@ from lib.contract import Contract, Source
 from lib.draft import DraftForward
 from lib.errors import MetricError, WorkbookError
 from lib.faults import FAULTS
+from lib.gains import LOUD, SCALES, Gain
 from lib.probes import PROBES, View, run_probes
-from lib.search import SCALES, Bench, Candidate, Gain, Worth, edits, matters, neighbours, stored_taps, worth
+from lib.search import Bench
 from lib.taps import Stored, Tap, default_triple
+from lib.worth import Worth, matters, worth
 
 ROUNDS = 5
 LAST = ("targets",)  # probes that look at the draft as the search leaves it
 MIN_TEXTS = 4  # fewer conversations have no spread worth testing
 NEARLY = 0.9  # share of the best gain with which a named fault is preferred to unnamed taps
-RUINED = 0.4  # accuracy that a dead draft with an exact finding must reach for what a search prefers to count
+RUINED = 0.4  # accuracy below which little is known by what a search prefers
 ALIVE = 0.05  # accuracy below which a draft predicts nothing, and no verdict of health is possible
 WORTH_TEXTS = 16  # conversations rolled out to compare with an engine
-HIDDEN = 1.0  # nats a token
 SHORTFALL = 0.95  # served tokens a round below this share of the offline ones, and below their interval
 EDITED = {"d2t": "d2t", "embed_tokens": "embed", "lm_head": "lm_head"}  # candidate's field -> Draft's
 TAPS = ("incident_slice", "taps_plus_one", "taps_minus_one", "default_triple", "first_states", "slot_order",
@@ -87,10 +89,13 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
             f"{numbers['conversations']} conversations"
         )
     if case.served is not None and "search" not in not_run:
-        engine, line = engine_check(case, peel)
+        engine, line, finding = engine_check(case, peel)
         numbers["engine"] = engine
         if engine and verdict == "healthy":
             verdict, because = "look at the engine", line
+        elif engine and verdict == "fault":  # it loses more than the faults of draft and wiring explain
+            findings.append(finding)
+            because += f"; {sentence(finding)}"
         else:
             remarks.append(line)
     return Diagnosis(verdict, tuple(findings), tuple(dict.fromkeys(remarks)), not_run, because + ".", numbers)
@@ -223,10 +228,10 @@ class _Peel:
                 c = gain.candidate
                 after = worth(c.on(self.draft), c.contract, captures)
                 # A large gain that moves no token yet may be hidden by another fault: looked behind, and
-                # dropped at the end if nothing came of it. Smaller logits always suit a draft that knows
-                # nothing.
-                known = c.field not in SCALES or self.now.accuracy >= ALIVE
-                if matters(self.now, after) or (known and gain.nats[0] >= HIDDEN):
+                # dropped at the end if nothing came of it. Smaller logits always suit a draft that is
+                # mostly wrong.
+                known = c.field not in SCALES or self.now.accuracy >= RUINED
+                if matters(self.now, after) or (known and gain.nats[0] >= LOUD):
                     return _Step(gain, self._kind(c), self.now, after)
                 self.remarks.append(
                     f"{c.field}: {c.after} is better than {c.before} by {gain.nats[0]:.4f} nats a token "
@@ -413,15 +418,18 @@ def _worth(w: Worth) -> str:
     return f"{100 * w.accuracy:.1f} % in-vocab accuracy (n = {w.n}), {w.tokens:.2f} tokens a round"
 
 
-def engine_check(case: Case, peel: _Peel) -> tuple[str, str]:
-    """(fault key or "", sentence): an engine's counters against rollouts of the declared contract."""
+def engine_check(case: Case, peel: _Peel) -> tuple[str, str, Finding | None]:
+    """An engine's counters against rollouts of the declared contract: fault key or "", sentence, finding.
+
+    Whatever is wrong with draft or wiring is in both numbers.
+    """
     served, captures = case.served, peel.captures[:WORTH_TEXTS]
     depth = len(served.accepted_at)
     try:
         chains = rollouts(DraftForward(case.draft), captures, case.draft.contract, depth)
         rounds = walk(chains, captures)
     except MetricError as err:
-        return "", f"the engine's counters cannot be compared: {err}"
+        return "", f"the engine's counters cannot be compared: {err}", None
     low, high = rounds.interval()
     value = rounds.tokens_per_round
     text = (
@@ -429,11 +437,16 @@ def engine_check(case: Case, peel: _Peel) -> tuple[str, str]:
         f"rounds), the same draft makes {value:.2f} [{low:.2f}, {high:.2f}] offline at depth {depth} "
         f"({len(rounds)} rounds, {len(captures)} conversations)"
     )
+    kind = ""
     if served.tokens_per_round in (1, depth + 1) and not low <= served.tokens_per_round <= high:
-        return "engine_all_or_nothing", text + ": exactly at the bound, as with NaN logits"
-    if served.tokens_per_round < min(low, SHORTFALL * value):
-        return "engine_loses", text
-    return "", text.replace("Look at the engine: it counted", "The engine counted")
+        kind, text = "engine_all_or_nothing", text + ": exactly at the bound, as with NaN logits"
+    elif served.tokens_per_round < min(low, SHORTFALL * value):
+        kind = "engine_loses"
+    if not kind:
+        return "", text.replace("Look at the engine: it counted", "The engine counted"), None
+    pair = f"{served.tokens_per_round:.2f}", f"{value:.2f}"
+    # 0.05: what the interval that the counters miss stands for.
+    return kind, text, Finding(kind, "counters", "engine", *pair, (text,), p_value=0.05)
 
 
 def table(diagnosis: Diagnosis) -> pd.DataFrame:

@@ -8,7 +8,8 @@ does while drafting.
 
 Where the speed comes from: every position needs keys and values, but only scored positions need
 queries, the MLP and logits; `fc` is a sum over slots, so each (slot, tap) product is computed once
-for any number of contracts; logits come in chunks and leave as argmax.
+for any number of contracts; logits come in chunks and leave as argmax. On a GPU the host works out all
+indices and never waits: states are sent ahead (lib/transfer.py), results are fetched once, at the end.
 
 Axes: N pairs of a batch of captures (one after another, no padding), S scored pairs, B captures,
 H hidden, k slots, Vd draft vocabulary, D depths; those of attention are in lib/attention.py.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,11 +35,11 @@ from lib.mla import Latent
 from lib.products import product
 from lib.rope import rope_table
 from lib.taps import Stored, Tap
+from lib.transfer import BATCH_PAIRS, batches_for, free_bytes, send
 
 LOGIT_BYTES = 32 << 20  # largest logits chunk; keeps peak memory independent of Vd
 LOG_FLOOR = -30.0  # nats, for a true token that a wrong vocabulary map cannot produce
 SCORE_BYTES = 64 << 20  # largest attention score block of chain depths
-BATCH_PAIRS = 4096  # pairs per batch: large enough for the matrix library, small in memory
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Batch:
     """Some captures laid out as N pairs, with everything that contracts can share.
 
     Cached: the states read so far, each (slot, tap) product of `fc`, and the embeddings' share of
-    the first layer's projections. Evaluating another contract reuses all of them.
+    the first layer's projections. Evaluating another contract reuses all of them. Tokens and indices
+    live on the CPU, so that no table made of them waits for a GPU; what the forward needs is sent.
     """
 
     def __init__(
@@ -82,39 +85,38 @@ class Batch:
         self.products: dict[tuple, Tensor] = {}
         self.states: dict[Tap | Stored, Tensor] = {}
         self.embeds: dict[tuple, Tensor] = {}
-        device = forward.device
         counts = [len(captures[i]) - 1 for i in indices]  # pair t needs token t + 1
         starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
-        self.time = torch.cat([torch.arange(n) for n in counts]).to(device)  # (N,) t
+        self.time = torch.cat([torch.arange(n) for n in counts])  # (N,) t
         self.tokens = [captures[i].token_ids for i in indices]
         picked = [
             torch.arange(n) if every else captures[i].scored for i, n in zip(indices, counts, strict=True)
         ]
         self.counts = torch.tensor(counts)
         self.scored_counts = torch.tensor([len(p) for p in picked])
-        self.scored = torch.cat(
-            [p + s for p, s in zip(picked, starts, strict=True)]
-        ).to(device)  # (S,) indices into N  # fmt: skip
+        # (S,) indices into N, and the same on the device
+        self.scored = torch.cat([p + s for p, s in zip(picked, starts, strict=True)])
+        self.rows = send(self.scored, forward.device)
         self.owner = torch.repeat_interleave(torch.arange(len(indices)), self.scored_counts)
-        self.layout = Layout(self.counts, self.scored_counts, self.time, self.scored)
+        self.layout = Layout(self.counts, self.scored_counts, self.time, self.scored, forward.device)
 
     def token_at(self, ahead: int, scored: bool) -> Tensor:
-        """Token x_{t + ahead} for every (or every scored) pair; 0 past either end of the text."""
+        """Token x_{t + ahead} for every (or every scored) pair, on the CPU; 0 past either end of the text."""
         out = []
         for tokens, n in zip(self.tokens, self.counts.tolist(), strict=True):
             at = torch.arange(n) + ahead
             ok = (at >= 0) & (at < len(tokens))
             out.append(torch.where(ok, tokens[at.clamp(0, len(tokens) - 1)], 0))
-        flat = torch.cat(out).to(self.forward.device)
+        flat = torch.cat(out)
         return flat[self.scored] if scored else flat
 
     def truth(self, depth: int) -> Tensor:
-        """(S,) token x_{t + 2 + depth}; -1 past the end."""
+        """(S,) token x_{t + 2 + depth}, on the CPU; -1 past the end."""
         out = []
         for tokens, n in zip(self.tokens, self.counts.tolist(), strict=True):
             at = torch.arange(n) + 2 + depth
             out.append(torch.where(at < len(tokens), tokens[at.clamp(max=len(tokens) - 1)], -1))
-        return torch.cat(out).to(self.forward.device)[self.scored]
+        return torch.cat(out)[self.scored]
 
     def state(self, tap: Tap | Stored) -> Tensor:
         """(N, Ht) states of all pairs at one tap, on the device, in the working dtype."""
@@ -143,7 +145,7 @@ class Batch:
         if key not in self.embeds:
             f = self.forward
             normed = f.embed(self.token_at(contract.token_shift, scored=False), contract)  # (N, H)
-            queries = normed[self.scored] if len(f.draft.layers) == 1 else normed
+            queries = normed[self.rows] if len(f.draft.layers) == 1 else normed
             self.embeds[key] = (f.attention[0].kv_embed(normed), f.attention[0].q_embed(queries))
         return self.embeds[key]
 
@@ -164,6 +166,8 @@ class DraftForward:
         self.attention = attentions(draft)
         self.gate_up = [Stack((layer.gate, layer.up)) for layer in draft.layers]  # (2I, H)
         self.in_vocab = draft.in_vocab()  # (V,) bool, once: every contract of a sweep asks for it
+        # The same draft for ids that are on the device.
+        self.placed = draft if draft.d2t is None else replace(draft, d2t=draft.d2t.to(self.device))
 
     # ---- public -------------------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class DraftForward:
         feed: Literal["teacher", "own"] = "teacher",
         positions: Literal["scored", "all"] = "scored",
         keep_logits: bool = False,
-        batch_pairs: int = BATCH_PAIRS,
+        batch_pairs: int | None = None,
     ) -> Predictions:
         """Predictions of the draft on captures under a contract.
 
@@ -188,24 +192,30 @@ class DraftForward:
             feed: what depths >= 1 are fed: the text's tokens, or the draft's own.
             positions: "scored" pairs (see `Capture.scored`), or "all" pairs t = 0..L-2.
             keep_logits: also return (S, D, Vd) logits; for tests and small inputs.
+            batch_pairs: pairs of a batch; by default what suits the device.
 
         Raises ContractError / CaptureError when contract, draft and captures do not fit.
         """
         contract = contract or self.draft.contract
         self.check(captures, contract, depths)
-        parts = []
-        for batch in self.batches(captures, positions == "all", batch_pairs):
-            parts.append(self.run(batch, contract, depths, feed, keep_logits))
+        every = positions == "all"
+        batches = batches_for(self, captures, [contract], depths, every=every, batch_pairs=batch_pairs)
+        parts = [self.run(batch, contract, depths, feed, keep_logits) for batch in batches]
         if not parts:
             raise ContractError(
                 "predict", "positions", expected="at least one pair to predict",
                 found=f"none {positions} in {len(captures)} captures",
                 remedy="use longer texts; positions='all' needs two tokens, scored ones three",
             )  # fmt: skip
-        order = torch.argsort(torch.cat([p[0] for p in parts]), stable=True)
-        columns = [torch.cat(c)[order] for c in zip(*(p[:-1] for p in parts), strict=True)]
-        logits = torch.cat([p[-1] for p in parts])[order] if keep_logits else None
-        return Predictions(*columns, contract=contract, logits=logits)
+        return self.collect(parts, contract)
+
+    def collect(self, parts: Sequence[tuple], contract: Contract) -> Predictions:
+        """What `run` gave for all batches, in the captures' order, on the CPU: the one wait for a GPU."""
+        columns = [None if c[0] is None else torch.cat(c).cpu() for c in zip(*parts, strict=True)]
+        order = torch.argsort(columns[0], stable=True)
+        capture, position, ids, truth, known, logits = (None if c is None else c[order] for c in columns)
+        target_ids = self.draft.to_target(ids, contract.vocab_map)
+        return Predictions(capture, position, ids, target_ids, truth, known, contract, logits)
 
     def batches(
         self, captures: Sequence[Capture], every: bool = False, batch_pairs: int = BATCH_PAIRS
@@ -277,7 +287,10 @@ class DraftForward:
     # ---- one batch ----------------------------------------------------------------------------
 
     def run(self, batch: Batch, contract: Contract, depths: int, feed: str, keep_logits: bool) -> tuple:
-        """Columns of `Predictions` for one batch: capture, position, draft/target ids, truth, in_vocab."""
+        """Columns of `Predictions` for one batch: capture, position, draft ids, truth, in_vocab, logits.
+
+        Ids and logits are left on the device, where they may not be computed yet.
+        """
         ids, kept = [], []
         chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.draft.layers]
         hidden, keys = self.first_step(batch, contract)
@@ -286,7 +299,7 @@ class DraftForward:
                 token = (
                     batch.token_at(contract.token_shift + depth, scored=True)
                     if feed == "teacher"
-                    else self.draft.to_target(ids[-1], contract.vocab_map)
+                    else self.placed.to_target(ids[-1], contract.vocab_map)
                 )
                 hidden = self.chain_step(batch, contract, depth, token, hidden, keys, chains)
             normed = rms_norm(hidden, self.draft.norm, self.draft.eps)
@@ -295,45 +308,56 @@ class DraftForward:
             kept.append(logits)
             if contract.feedback == "post_norm":
                 hidden = normed
-        draft_ids = torch.stack(ids, 1).cpu()  # (S, D)
-        truth = torch.stack([batch.truth(d) for d in range(depths)], 1).cpu()
+        truth = torch.stack([batch.truth(d) for d in range(depths)], 1)  # (S, D)
         known = self.in_vocab[truth.clamp(min=0)] & (truth >= 0)
         capture = torch.tensor(batch.indices)[batch.owner]
         return (
             capture,
-            batch.time[batch.scored].cpu(),
-            draft_ids,
-            self.draft.to_target(draft_ids, contract.vocab_map),
+            batch.time[batch.scored],
+            torch.stack(ids, 1),
             truth,
             known,
-            torch.stack(kept, 1).cpu() if keep_logits else None,
+            torch.stack(kept, 1) if keep_logits else None,
         )
 
-    @torch.inference_mode()
     def score(self, batch: Batch, contract: Contract) -> tuple[Tensor, Tensor, Tensor]:
+        """`scores` under one contract."""
+        return self.scores(batch, [contract])[0]
+
+    @torch.inference_mode()
+    def scores(self, batch: Batch, contracts: Sequence[Contract]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Depth 0 of one batch against the text: for sweeps, where only sums are wanted.
 
-        Returns, on the CPU: (S,) bool, true token in the declared vocabulary; (S,) bool, hit;
-        (S,) log-probability (nats) of the true token, 0 where it is not in the vocabulary and
+        Returns, for each contract and on the CPU: (S,) bool, true token in the declared vocabulary; (S,)
+        bool, hit; (S,) log-probability (nats) of the true token, 0 where it is not in the vocabulary and
         `LOG_FLOOR` where this contract's vocabulary map cannot produce it.
         """
+        truth = batch.truth(0)
+        known = self.in_vocab[truth.clamp(min=0)] & (truth >= 0)
+        found = [self.best_and_log_p(batch, c, torch.where(known, truth, -1)) for c in contracts]
+        best, log_p = (torch.stack(x).cpu() for x in zip(*found, strict=True))  # (C, S): one wait for a GPU
+        predicted = [self.draft.to_target(ids, c.vocab_map) for ids, c in zip(best, contracts, strict=True)]
+        return [
+            (known, (ids == truth) & known, torch.where(known, nats, 0))
+            for ids, nats in zip(predicted, log_p, strict=True)
+        ]
+
+    def best_and_log_p(self, batch: Batch, contract: Contract, truth: Tensor) -> tuple[Tensor, Tensor]:
+        """(S,) draft ids and (S,) log-probabilities (nats) of `truth` (S,), `LOG_FLOOR` where it is -1."""
         hidden, _ = self.first_step(batch, contract)
         normed = rms_norm(hidden, self.draft.norm, self.draft.eps) if contract.head_norm else hidden
-        truth = batch.truth(0).cpu()
-        known = self.in_vocab[truth.clamp(min=0)] & (truth >= 0)
         produced = self.draft.to_target(torch.arange(self.draft.draft_vocab), contract.vocab_map)
         inside = (produced >= 0) & (produced < self.draft.target_vocab)
         draft_id = torch.full((self.draft.target_vocab,), -1)
         draft_id[produced[inside]] = inside.nonzero().flatten()
-        wanted = torch.where(known, draft_id[truth.clamp(min=0)], -1)
+        wanted = send(torch.where(truth >= 0, draft_id[truth.clamp(min=0)], -1), self.device)
         best, log_p = [], []
-        for part, ids in zip(self.in_chunks(normed), self.in_chunks(wanted.to(self.device)), strict=True):
+        for part, ids in zip(self.in_chunks(normed), self.in_chunks(wanted), strict=True):
             logits = (part @ self.draft.lm_head.T).to(self.wide)  # (rows, Vd)
             top = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
             best.append(logits.argmax(-1))
-            log_p.append(torch.where(ids >= 0, top - logits.logsumexp(-1), LOG_FLOOR))
-        predicted = self.draft.to_target(torch.cat(best).cpu(), contract.vocab_map)
-        return known, (predicted == truth) & known, torch.where(known, torch.cat(log_p).cpu(), 0)
+            log_p.append((top - logits.logsumexp(-1)).masked_fill(ids < 0, LOG_FLOOR))
+        return torch.cat(best), torch.cat(log_p)
 
     def slot_product(self, slot: int, x: Tensor, kind: str) -> Tensor:
         """(n, Ht) -> (n, H): one slot's share of `fc`, its norm weight included."""
@@ -375,11 +399,27 @@ class DraftForward:
         weight = self.draft.lm_head
         return rows.split(max(1, LOGIT_BYTES // (weight.shape[0] * weight.element_size())))
 
+    @cached_property
+    def table(self) -> Tensor | None:
+        """(V, H) embeddings on the device, for a draft that feeds a GPU its own tokens.
+
+        None where they do not fit or are not all finite: then such ids go through the CPU, one wait a depth.
+        """
+        embed, size = self.draft.embed, self.draft.embed.numel() * self.dtype.itemsize
+        if size > free_bytes(self.device) // 2:
+            return None
+        embed = embed.to(self.device, self.dtype)
+        return embed if torch.isfinite(embed.sum(dtype=self.wide)) else None
+
     def embed(self, tokens: Tensor, contract: Contract) -> Tensor:
-        """Normalised token embeddings (n, H); only the rows in use leave the disk."""
+        """Normalised token embeddings (n, H); of ids on the CPU only the rows in use leave the disk."""
+        first, ceiling = self.draft.layers[0], self.draft.embed.shape[0] - 1
+        if tokens.device.type != "cpu" and self.table is not None:
+            rows = self.table[tokens.clamp(0, ceiling)] * contract.embed_scale
+            return rms_norm(rows, first.input_layernorm, self.draft.eps)
         unique, back = tokens.cpu().unique(return_inverse=True)
-        ceiling = self.draft.embed.shape[0] - 1  # a wrong vocab map can point outside the table
-        rows = self.draft.embed[unique.clamp(0, ceiling)].to(self.device, self.dtype)
+        # A wrong vocab map can point outside the table.
+        rows = self.draft.embed[unique.clamp(0, ceiling)].to(self.dtype)
         # The table stays on disk, so only rows in use are looked at: once as a sum, row by row if it is odd.
         if not torch.isfinite(rows.sum(dtype=self.wide)) and not torch.isfinite(rows).all():
             bad = (~torch.isfinite(rows)).any(-1).nonzero().flatten()
@@ -388,9 +428,8 @@ class DraftForward:
                 found=f"NaN or Inf in the rows of {len(bad)} tokens in use, such as id {int(unique[bad[0]])}",
                 remedy="the table was never loaded before saving: drop it and pass target=",
             )  # fmt: skip
-        rows = rows * contract.embed_scale
-        first = self.draft.layers[0]
-        return rms_norm(rows, first.input_layernorm, self.draft.eps)[back.to(self.device)]
+        rows = send(rows, self.device) * contract.embed_scale
+        return rms_norm(rows, first.input_layernorm, self.draft.eps)[send(back, self.device)]
 
     def hidden_norm(self, hidden: Tensor) -> Tensor:
         """The first layer's norm on states (n, H); drafts without `fc` may have none."""
@@ -408,7 +447,7 @@ class DraftForward:
             if i:
                 normed = rms_norm(x, layer.input_layernorm, self.draft.eps)
             # Past the last layer only scored pairs go on; before it, deeper keys need every pair.
-            rows = batch.scored if i == last else None
+            rows = batch.rows if i == last else None
             if rows is not None:
                 x = x[rows]
             kv = attention.kv_hidden(normed)
@@ -448,13 +487,14 @@ class DraftForward:
         return q, first.kv_embed(embeds) + first.kv_hidden(normed)
 
     def rope(self, time: Tensor, depth: int, contract: Contract) -> tuple[Tensor, Tensor]:
-        """cos and sin for the pairs at `time`, `depth` steps into their chains."""
+        """cos and sin on the device for the pairs at `time`, `depth` steps into their chains."""
         positions = time + contract.position_offset + depth * contract.position_step
         if contract.max_position is not None:
             positions = positions.clamp(max=contract.max_position - 1)
         # Positions repeat in every capture: compute each once.
         unique, back = positions.unique(return_inverse=True)
-        cos, sin = rope_table(contract.rope, self.attention[0].rotary, unique, self.dtype)
+        table = rope_table(contract.rope, self.attention[0].rotary, unique, self.dtype)
+        cos, sin, back = (send(x, self.device) for x in (*table, back))
         return cos[back], sin[back]
 
     def finish(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:

@@ -59,3 +59,7 @@ class EngineError(WorkbookError):
 
 class ReportError(WorkbookError):
     """A report that cannot be made as asked, read, or compared."""
+
+
+class ClusterError(WorkbookError):
+    """The cluster is lost, or its workers do not see what this process sees."""

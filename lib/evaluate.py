@@ -38,6 +38,7 @@ from lib.target_head import TargetHead, load_target_head
 NO_TARGET = "no target was given"
 NO_FINAL = "no final state: name the last block's tap among the stored ones, or give finals="
 NO_MEMORY = "can't allocate memory"  # how torch says it of the CPU's, in a plain RuntimeError
+DEADLY = "KilledWorker"  # error kind of a file whose readers died
 MANY_ANSWERS = "a text with several answers: served metrics are defined for one"
 
 
@@ -46,7 +47,7 @@ class Plan:
     """What to measure in every file. Plain values only, so that another process can be handed one.
 
     Attributes:
-        draft, target: paths; the target "" if there is none.
+        draft, target: paths; the target "" if there is none, the draft too if norms alone are wanted.
         convention: whose reading of the config's tap ids.
         names: lists of tap names; a file whose taps nobody recorded takes the list of its length.
         named: refuse files whose taps are recorded nowhere, neither in them nor in `names`.
@@ -102,11 +103,13 @@ class Tools:
         self.stamps = plan.stamps()
         self.fingerprint = plan.fingerprint(self.stamps)
         self.head: TargetHead | None = load_target_head(plan.target) if plan.target else None
-        dtype = getattr(torch, plan.dtype)
-        draft = load_draft(
-            plan.draft, target=self.head, convention=plan.convention, device=plan.device, dtype=dtype
-        )
-        self.forward = DraftForward(draft)
+        self.forward: DraftForward | None = None
+        if plan.draft:
+            dtype = getattr(torch, plan.dtype)
+            draft = load_draft(
+                plan.draft, target=self.head, convention=plan.convention, device=plan.device, dtype=dtype
+            )
+            self.forward = DraftForward(draft)
         self.masks = ArrowMasks(Path(plan.loss_masks)) if plan.loss_masks else None
 
     def __reduce__(self):
@@ -120,7 +123,12 @@ class Tools:
         return other
 
     def contract(self, taps: Sequence[str]) -> Contract:
-        """The draft's contract with these taps."""
+        """The draft's contract with these taps. Raises MetricError for a plan without a draft."""
+        if self.forward is None:
+            raise MetricError(
+                "plan", "draft", expected="a draft for what is to be predicted", found="none",
+                remedy="name a draft, or leave wirings and candidates empty for norms alone",
+            )  # fmt: skip
         return self.plan.rewired(self.forward.draft.contract, taps)
 
 
@@ -160,9 +168,11 @@ def _measure(path: Path, plan: Plan, final: Path | None, tools: Tools) -> Part:
         capture = replace(capture, final_kind=dict(plan.final_kinds).get(capture.layout))
     forward = tools.forward
     norms = norm_statistics([capture]) if plan.norms else {}
-    swept = sweep.sweep(forward, [capture], [tools.contract(c) for c in plan.candidates or plan.wirings])
-    _check_finite(swept, path, plan)
-    swept = swept if plan.candidates else None
+    swept = None
+    if contracts := [tools.contract(c) for c in plan.candidates or plan.wirings]:
+        swept = sweep.sweep(forward, [capture], contracts)
+        _check_finite(swept, path, plan)
+        swept = swept if plan.candidates else None
     rolled, evidences, why_not = [], [], _why_no_evidence(capture, plan, tools.head)
     for taps in plan.wirings:
         contract = tools.contract(taps)
@@ -293,6 +303,11 @@ def _evidence_tensors(e: Evidence) -> dict[str, Tensor]:
 # ---- many files ---------------------------------------------------------------------------------
 
 
+def part_file(path: Path, final: Path | None, tools: Tools, work: Path) -> Path:
+    """Where the finished part of a file lies; one subfolder per plan."""
+    return work / tools.fingerprint[:16] / f"{path.stem}-{file_key(path, final)}.safetensors"
+
+
 def evaluate_all(
     files: Sequence[tuple[Path, Path | None]],
     tools: Tools,
@@ -307,13 +322,15 @@ def evaluate_all(
         work: folder of finished parts; one subfolder per plan.
         progress: wraps the loop, as `tqdm` does.
 
-    A failed part is written too, and tried again by the next run: the file may have been in use.
+    A failed part is written too, and tried again by the next run: the file may have been in use. Not so one
+    that killed every process which read it (`lib.cluster`).
     """
     parts = []
     for path, final in progress(files):
-        stored = work / tools.fingerprint[:16] / f"{path.stem}-{file_key(path, final)}.safetensors"
+        stored = part_file(path, final, tools, work)
         part = Part.load(stored)
-        if part is None or part.error or part.plan != tools.fingerprint:
+        deadly = part is not None and part.error_kind == DEADLY
+        if part is None or (part.error and not deadly) or part.plan != tools.fingerprint:
             part = evaluate_file(path, tools.plan, final=final or "", tools=tools)
             part.save(stored)
         parts.append(replace(part, file=str(path)))  # an earlier run may have named it by another path

@@ -41,10 +41,9 @@ from lib.captures import FINAL, Capture
 from lib.compare import compare, save_comparison
 from lib.contract import Contract, Source
 from lib.errors import ContractError, ReportError, WorkbookError
-from lib.evaluate import Plan, Tools, evaluate_all, merge, open_as_planned, open_with_final
+from lib.evaluate import Plan, Tools, Totals, evaluate_all, merge, open_as_planned, open_with_final
 from lib.final_state import settle_final
-from lib.hub import resolve
-from lib.inputs import Pairs, listed_files, pair_up, target_path
+from lib.inputs import Pairs, inputs_of
 from lib.parts import writing
 from lib.report_data import Measured, Run, assemble, texts
 from lib.report_tables import Report, check_place
@@ -63,28 +62,22 @@ Bar = Callable[[Sequence], Iterable]
 # ---- the report ---------------------------------------------------------------------------------
 
 
-def build(request: Request, work: str | Path | None = None) -> Report:
+def build(request: Request, work: str | Path | None = None, scheduler: str = "") -> Report:
     """Measure what was asked for and put it together.
 
     Args:
         request: what is asked.
         work: folder of finished parts; `parts` in the report's own if None.
+        scheduler: a Dask cluster that measures ("local:4", "tcp://host:8786": `lib.cluster.connect`); this
+            process alone if "". The answer is the same.
 
     Raises a WorkbookError when the draft, the target or the request is at fault, or no file is readable.
     """
     started = time.perf_counter()
     check_place(asdict(request), request.folder)  # before hours of measuring, not after
     work = Path(work) if work else request.folder / "parts"
-    draft, target = str(resolve(request.draft, "draft")), target_path(request.target)
-    folder = resolve(request.captures, "captures")
-    listed = listed_files(folder)
-    warnings: list[str] = []
-    pairs = pair_up(request, folder, listed, warnings)
-    masks = request.loss_masks or str(listed.masks or "")
-    plan = Plan(
-        draft, target, request.convention, request.names, bool(request.names), masks, request.layout,
-        depth=request.depth, device=request.device, dtype=request.dtype,
-    )  # fmt: skip
+    inputs = inputs_of(request)
+    folder, pairs, plan, warnings = inputs.folder, inputs.pairs, inputs.plan, inputs.warnings
     tools = Tools(plan)
     opened = _survey([f for f, _ in pairs], tools, progress("opening"))
     seen, plan = _comparable(opened, plan, folder, warnings)
@@ -98,7 +91,7 @@ def build(request: Request, work: str | Path | None = None) -> Report:
         plan, final_kinds=kinds, wirings=(texts(base.taps),),
         candidates=tuple(texts(c) for c in _candidates(base, common, warnings)),
     )  # fmt: skip
-    totals = merge(evaluate_all(pairs, tools.with_plan(plan), work, progress("measuring")))
+    totals = _measured(pairs, tools.with_plan(plan), work, "measuring", scheduler)
     contracts = [base if c == plan.wirings[0] else tools.contract(c) for c in plan.candidates]
     swept = totals.sweep(contracts)
     runs = {"declared": Run(base, totals, swept.contracts.index(base))}
@@ -106,7 +99,7 @@ def build(request: Request, work: str | Path | None = None) -> Report:
         second = replace(plan, wirings=(texts(swept.winner.taps),), candidates=(), norms=False)
         readable = {p.file for p in totals.parts}
         again = [(f, final) for f, final in pairs if str(f) in readable]
-        best = merge(evaluate_all(again, tools.with_plan(second), work, progress("the winner")))
+        best = _measured(again, tools.with_plan(second), work, "the winner", scheduler)
         if best.failed:
             raise ReportError(
                 best.failed[0].file, "second reading", expected="a file that stays readable",
@@ -118,8 +111,17 @@ def build(request: Request, work: str | Path | None = None) -> Report:
     for s in seen:
         layouts.setdefault(s.layout, []).append(s.path)
     seconds = time.perf_counter() - started
-    measured = Measured(tools, runs, swept, layouts, folder, listed.ignored, warnings, seconds)
+    measured = Measured(tools, runs, swept, layouts, folder, inputs.listed.ignored, warnings, seconds)
     return Report(assemble(request, measured), {name: run.totals for name, run in runs.items()})
+
+
+def _measured(pairs: Pairs, tools: Tools, work: Path, label: str, scheduler: str) -> Totals:
+    """Parts of all files put together; on a cluster they are measured first, then found finished."""
+    if scheduler:
+        from lib.cluster import fill  # Dask takes a second to import
+
+        fill(pairs, tools, work, scheduler)
+    return merge(evaluate_all(pairs, tools, work, progress(label)))
 
 
 def progress(label: str) -> Bar:
@@ -292,8 +294,8 @@ def _candidates(base: Contract, common: tuple, warnings: list[str]) -> list[tupl
 # ---- command line -------------------------------------------------------------------------------
 
 
-def make(request: Request, notebook: Path | None = None) -> Path:
-    """Measure, then run notebook 07 with this request; return the folder of the report.
+def make(request: Request, notebook: Path | None = None, scheduler: str = "") -> Path:
+    """Measure (on a cluster, if one is named), then run notebook 07 with this request; return its folder.
 
     The notebook finds every part finished, so its own run takes seconds.
     """
@@ -308,7 +310,7 @@ def make(request: Request, notebook: Path | None = None) -> Path:
     asked = {n: p for n in places if (p := getattr(request, n)) and (n, p) != ("target", SAMPLE)}
     local = {n: str(Path(p).resolve()) for n, p in asked.items() if Path(p).exists()}
     request = replace(request, **local, out=str(request.folder.resolve()))
-    build(request)
+    build(request, scheduler=scheduler)
     folder = request.folder
     notebook = notebook or next(iter(sorted(NOTEBOOKS.glob("07_*.ipynb"))), None)
     if notebook is None:
@@ -364,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "--" + f.name.replace("_", "-"), type=kind, required=required,
             default=None if required else f.default,
         )  # fmt: skip
+    one.add_argument("--scheduler", default="", help="of a Dask cluster: local:4, tcp://host:8786")
     two = commands.add_parser("compare", help="what changed between two reports")
     two.add_argument("before", type=Path)
     two.add_argument("after", type=Path)
@@ -379,7 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _make(args: dict[str, Any]) -> None:
-    print(f"report: {make(Request(**args)) / 'report.html'}")
+    scheduler = args.pop("scheduler")
+    print(f"report: {make(Request(**args), scheduler=scheduler) / 'report.html'}")
 
 
 def _compare(args: dict[str, Any]) -> None:

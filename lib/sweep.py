@@ -26,6 +26,7 @@ from lib.draft import Batch, DraftForward
 from lib.errors import ContractError
 from lib.metrics import bootstrap_interval, resample_weights
 from lib.taps import Stored, Tap
+from lib.transfer import batches_for
 
 FEWEST = 5  # conversations; an interval over fewer says nothing: over one it has no width at all
 GROWTH = 1.5  # how far a race's next round goes: more rounds drop losers sooner, each costs some error
@@ -87,6 +88,11 @@ class Sweep:
     def passes(self) -> float:
         """Work done, in single passes over all captures with one contract."""
         return float((self.seen * self.counts).sum() / self.counts.sum())
+
+    def on(self, conversations: Tensor) -> Sweep:
+        """The same candidates on a choice of conversations, (m,) indices; one may come more than once."""
+        tables = (x[..., conversations] for x in (self.hits, self.scores, self.counts, self.seen))
+        return Sweep(self.contracts, *tables)
 
     def gap(self) -> tuple[float, float, float]:
         """Best minus second best, nats per token, paired by conversation: value, low, high."""
@@ -169,29 +175,38 @@ def race(
     return _Runner(forward, captures, contracts).race(error, first, seed)
 
 
-class _Runner:
-    def __init__(self, forward, captures, contracts) -> None:
-        if not contracts:
-            raise ContractError(
-                "sweep", "contracts", expected="at least one candidate", found="none",
-                remedy="build candidates with ordered_choices()",
-            )  # fmt: skip
-        for contract in contracts:
-            forward.check(captures, contract)
-        self.forward, self.captures, self.contracts = forward, captures, list(contracts)
-        shape = (len(self.contracts), len(captures))
+def replay(known: Sweep, *, error: float = 0.01, first: int = 4, seed: int = 5) -> Sweep:
+    """The race over scores that an exact sweep has: whom it would have dropped, without the work.
+
+    Arguments as in `race`. Raises ContractError if a candidate has not seen every conversation.
+    """
+    if not known.seen.all():
+        raise ContractError(
+            "replay", "known", expected="every candidate evaluated on every conversation",
+            found=f"{int((~known.seen).sum())} of {known.seen.numel()} missing",
+            remedy="replay the result of sweep(), not of race()",
+        )  # fmt: skip
+    return _Replay(known).race(error, first, seed)
+
+
+class _Race:
+    """Scores of C candidates on M conversations, filled in as they are evaluated: at once, or as a race."""
+
+    def __init__(self, contracts: Sequence[Contract], conversations: int) -> None:
+        self.contracts = list(contracts)
+        shape = (len(self.contracts), conversations)
         self.hits = torch.zeros(shape, dtype=torch.int64)
         self.scores = torch.zeros(shape, dtype=torch.float64)
         self.seen = torch.zeros(shape, dtype=torch.bool)
-        self.counts = torch.zeros(len(captures), dtype=torch.int64)
+        self.counts = torch.zeros(conversations, dtype=torch.int64)
 
     def exact(self) -> Sweep:
-        self._evaluate(range(len(self.contracts)), range(len(self.captures)))
+        self._evaluate(range(len(self.contracts)), range(len(self.counts)))
         return self._result()
 
     def race(self, error: float, first: int, seed: int) -> Sweep:
         first = max(1, first)
-        order = torch.randperm(len(self.captures), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = torch.randperm(len(self.counts), generator=torch.Generator().manual_seed(seed)).tolist()
         ends = [min(first, len(order))]
         while ends[-1] < len(order):
             ends.append(min(len(order), math.ceil(GROWTH * ends[-1])))
@@ -220,19 +235,52 @@ class _Runner:
                 kept.append(candidate)
         return kept
 
+    def _evaluate(self, candidates: Sequence[int], conversations: Sequence[int]) -> None:
+        """Fill in the scores of these candidates on these conversations."""
+        raise NotImplementedError
+
+    def _result(self) -> Sweep:
+        return Sweep(tuple(self.contracts), self.hits, self.scores, self.counts, self.seen)
+
+
+class _Runner(_Race):
+    """Candidates evaluated on captures."""
+
+    def __init__(self, forward, captures, contracts) -> None:
+        if not contracts:
+            raise ContractError(
+                "sweep", "contracts", expected="at least one candidate", found="none",
+                remedy="build candidates with ordered_choices()",
+            )  # fmt: skip
+        for contract in contracts:
+            forward.check(captures, contract)
+        super().__init__(contracts, len(captures))
+        self.forward, self.captures = forward, captures
+
     def _evaluate(self, candidates, conversations) -> None:
         chosen = [self.captures[i] for i in conversations]
-        for batch in self.forward.batches(chosen):
+        contracts = [self.contracts[i] for i in candidates]
+        for batch in batches_for(self.forward, chosen, contracts):
             where = torch.tensor([list(conversations)[i] for i in batch.indices])
-            for candidate in candidates:
-                known, hit, score = self.forward.score(batch, self.contracts[candidate])
-                counts, hits, scores = (_per_text(batch, x) for x in (known, hit, score))
+            found = self.forward.scores(batch, contracts)
+            for candidate, columns in zip(candidates, found, strict=True):
+                counts, hits, scores = (_per_text(batch, x) for x in columns)
                 self.hits[candidate, where], self.scores[candidate, where] = hits.long(), scores
                 self.seen[candidate, where] = True
                 self.counts[where] = counts.long()
 
-    def _result(self) -> Sweep:
-        return Sweep(tuple(self.contracts), self.hits, self.scores, self.counts, self.seen)
+
+class _Replay(_Race):
+    """Candidates looked up in an exact sweep."""
+
+    def __init__(self, known: Sweep) -> None:
+        super().__init__(known.contracts, len(known.counts))
+        self.known = known
+
+    def _evaluate(self, candidates, conversations) -> None:
+        at = torch.tensor(list(candidates))[:, None], torch.tensor(list(conversations))
+        self.hits[at], self.scores[at], self.seen[at] = self.known.hits[at], self.known.scores[at], True
+        self.counts[at[1]] = self.known.counts[at[1]]
 
 
 def _per_text(batch: Batch, values: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ def speculators_draft(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     rope: dict | None = None,
+    hidden: int = HIDDEN,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    slots: int = SLOTS,
     **flags,
 ):
     """A random draft of speculators' real class, small enough to read; every weight non-trivial."""
@@ -40,12 +45,12 @@ def speculators_draft(
 
     layer = {"llama": LlamaConfig, "qwen3": Qwen3Config}[arch](
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         rms_norm_eps=1e-5,
         rope_parameters=rope or {"rope_type": "default", "rope_theta": 10000.0},
         pad_token_id=None,
@@ -54,7 +59,7 @@ def speculators_draft(
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=DRAFT_VOCAB,
-        eagle_aux_hidden_state_layer_ids=[0, 3, 4],
+        eagle_aux_hidden_state_layer_ids=[0, 3, 4, 5, 7][:slots],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "artefacts" / "browser"
 
 # Each has an explorer; 06 has two, its game is one.
-NOTEBOOKS = [f"{number}_*.ipynb" for number in ("00", "01", "02", "03", "04", "05", "06", "07", "09")]
+NOTEBOOKS = [f"{number}_*.ipynb" for number in ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09")]
 
 SECONDS_TO_START = 180  # a cold JupyterLab on two busy cores
 SECONDS_TO_RUN = 1500  # a whole notebook, with another job on the machine

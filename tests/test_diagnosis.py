@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from lib import samples
+from lib.candidates import Candidate
 from lib.case import Case, Finding, Served
 from lib.contract import Rope
 from lib.diagnosis import MIN_TEXTS, _Peel, diagnose, kind_of, settle_names, table
 from lib.draft import DraftForward
 from lib.faults import FAULTS
 from lib.probes import View
-from lib.search import Candidate, Worth
 from lib.taps import Tap
+from lib.worth import Worth
 from tests.support import self_written
 
 TAPS = (Tap(0), Tap(3), Tap(4), Tap(6))
@@ -137,18 +138,26 @@ def test_an_engine_that_accepts_less_than_the_draft_earns(real, accepted, engine
     else:
         served = Served(100, accepted)
     case = replace(real, served=served)
-    found, line = engine_check(case, _Peel(case, View(case), [], 0.05, 0))
+    found, line, finding = engine_check(case, _Peel(case, View(case), [], 0.05, 0))
     assert found == engine and "offline at depth 3" in line
+    assert (finding.kind if finding else "") == engine
 
 
-def test_engine_verdict_needs_a_healthy_draft(tiny):
-    """The same counters: blamed on the engine when the draft is sound, a remark when it is not."""
+def test_an_engine_is_blamed_for_what_nothing_else_explains(tiny):
+    """Alone it is the verdict; beside a fault, one more finding; what the fault explains is a remark."""
+    from lib.acceptance import rollouts, walk
+
     served = replace(tiny, served=Served(100, (0, 0, 0)))
     d = diagnose(served)
     assert d.verdict == "look at the engine" and d.numbers["engine"] == "engine_all_or_nothing"
     assert not d.findings and d.because.startswith("Look at the engine")
-    d = diagnose(declared(served, use_fc=False))
-    assert d.verdict == "fault" and any("engine" in r for r in d.remarks)
+    wrong = declared(served, use_fc=False)
+    d = diagnose(wrong)
+    assert d.verdict == "fault" and d.names() == ["fc_bypassed", "engine_all_or_nothing"]
+    assert "offline at depth 3" in d.because
+    rounds = walk(rollouts(DraftForward(wrong.draft), wrong.captures, depth=3), wrong.captures)
+    d = diagnose(replace(wrong, served=Served(len(rounds), rounds.accepted_at)))
+    assert d.names() == ["fc_bypassed"] and any("engine" in r for r in d.remarks)
 
 
 @pytest.mark.parametrize("before, after, kept", [(0.01, 0.3, False), (0.01, 0.6, True), (0.1, 0.3, True)])

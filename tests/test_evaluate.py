@@ -406,3 +406,17 @@ def test_parts_of_two_plans_are_not_merged(files, tools, parts):
 def test_a_draft_at_fault_is_no_failed_file(files, tmp_path):
     with pytest.raises(CheckpointError, match="nowhere"):
         evaluate_file(files["captures"] / "data_0.pt", plan_of(files, draft=str(tmp_path / "nowhere")))
+
+
+def test_norms_alone_need_no_draft(files, parts, tmp_path):
+    """A plan without a draft: the same norms, nothing else; asked for more, it says what is lacking."""
+    plan = Plan("", names=(NAMES,), metrics=False)
+    (path, _), *_ = pairs_of(files["captures"])
+    part = evaluate_file(path, plan)
+    assert not part.error and not part.rollouts and not len(part.hits)
+    for tap, norms in part.norms.items():
+        assert norms.parts["all"].mean == parts[0].norms[tap].parts["all"].mean
+    again = Part.from_bytes(part.to_bytes())
+    assert again.norms.keys() == part.norms.keys() == set(NAMES)
+    with pytest.raises(MetricError, match="name a draft"):
+        Tools(replace(plan, wirings=(DECLARED,))).contract(DECLARED)

@@ -624,12 +624,12 @@ def test_final_states_are_paired_by_name(tmp_path, captures, finals, limit, want
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).touch()
     place, warnings = tmp_path / "c", []
-    asked = Request("d", str(place), finals=str(tmp_path / "f"), limit=limit)
+    listings = [(p, capture_files(p).files) for p in (place, tmp_path / "f")]
     if isinstance(wanted, str):
         with pytest.raises(ReportError, match=rf"^request: finals: .*{wanted}"):
-            pair_up(asked, place, capture_files(place), warnings)
+            pair_up(*listings, warnings, limit)
         return
-    pairs = pair_up(asked, place, capture_files(place), warnings)
+    pairs = pair_up(*listings, warnings, limit)
     assert [f.relative_to(tmp_path / "f").as_posix() for _, f in pairs] == wanted
     assert [f.relative_to(place).as_posix() for f, _ in pairs] == captures[: limit or None]
     assert warnings == (["1 of 3 final states belong to no capture: not used"] if len(finals) == 3 else [])

@@ -9,25 +9,13 @@ import pytest
 import torch
 
 from lib import samples
+from lib.candidates import Candidate, edits, neighbours, rope_of, tap_choices
 from lib.contract import Contract, Rope
 from lib.draft import LOG_FLOOR, DraftForward
-from lib.search import (
-    Bench,
-    Candidate,
-    Worth,
-    corrections,
-    deep_scores,
-    edits,
-    gain_of,
-    matters,
-    neighbours,
-    p_value,
-    rope_of,
-    survivors,
-    tap_choices,
-    worth,
-)
+from lib.gains import corrections, gain_of, p_value, survivors
+from lib.search import Bench, deep_scores
 from lib.taps import Tap
+from lib.worth import Worth, matters, worth
 from tests.support import self_written
 
 TAPS = (Tap(0), Tap(3), Tap(4), Tap(6))

@@ -14,7 +14,7 @@ from lib.contract import Contract
 from lib.draft import DraftForward
 from lib.errors import ContractError
 from lib.metrics import in_vocab_accuracy
-from lib.sweep import Sweep, _Runner, ordered_choices, race, sweep
+from lib.sweep import Sweep, ordered_choices, race, replay, sweep
 from lib.taps import Tap
 from tests.support import random_capture_tensors, speculators_draft, write_legacy
 
@@ -127,21 +127,36 @@ def test_no_candidates_is_a_named_error(planted):
 # ---- how often a race drops the right answer -------------------------------------------------------
 
 
-class Table(_Runner):
-    """A runner whose scores (here: hits) are given, so that a thousand races cost seconds."""
+def known(hits, counts) -> Sweep:
+    """An exact sweep whose scores are its hits, so that a thousand races cost seconds."""
+    contracts = tuple(Contract(taps=(i,)) for i in range(len(hits)))
+    return Sweep(contracts, hits, hits.double(), counts, torch.ones_like(hits, dtype=torch.bool))
 
-    def __init__(self, hits, counts):
-        self.contracts = [Contract(taps=(i,)) for i in range(len(hits))]
-        self.captures, self.given = range(len(counts)), (hits, counts)
-        self.hits, self.counts = torch.zeros_like(hits), torch.zeros_like(counts)
-        self.scores = torch.zeros(hits.shape, dtype=torch.float64)
-        self.seen = torch.zeros(hits.shape, dtype=torch.bool)
 
-    def _evaluate(self, candidates, conversations):
-        c, m = torch.tensor(list(candidates))[:, None], torch.tensor(list(conversations))[None]
-        self.hits[c, m], self.seen[c, m] = self.given[0][c, m], True
-        self.scores[c, m] = self.given[0][c, m].double()
-        self.counts[m] = self.given[1][m]
+@pytest.mark.parametrize("seed", [5, 6])
+def test_a_replay_decides_as_the_race_does(planted, exact, seed):
+    """Looked up or evaluated, the same candidates drop out at the same time, with the same scores."""
+    raced, again = race(*planted, seed=seed), replay(exact, seed=seed)
+    assert torch.equal(again.seen, raced.seen) and not again.seen.all()
+    assert torch.equal(again.hits, raced.hits) and torch.equal(again.counts, raced.counts)
+    torch.testing.assert_close(again.scores, raced.scores)
+
+
+def test_a_replay_needs_what_every_candidate_scored(planted):
+    """Scores that a race never looked at are not zeros."""
+    with pytest.raises(ContractError, match=r"replay: known: expected every candidate.*sweep\(\)"):
+        replay(race(*planted))
+
+
+def test_an_exact_sweep_on_some_conversations(planted, exact):
+    """A resample counts a conversation as often as it was drawn; the others not at all."""
+    forward, captures, contracts = planted
+    drawn = torch.tensor([3, 0, 3])
+    some = exact.on(drawn)
+    again = sweep(forward, [captures[i] for i in drawn], contracts)
+    assert torch.equal(some.hits, again.hits) and torch.equal(some.counts, again.counts)
+    torch.testing.assert_close(some.scores, again.scores)
+    assert some.seen.shape == (24, 3) and some.passes == 24
 
 
 def resampled(rates, positions, rng):
@@ -165,7 +180,7 @@ def test_race_keeps_the_true_winner(rates, positions, first, rng):
     """error=0.01 is a promise: in 300 redrawn tables the truly best is dropped at most 3 times."""
     true = int(rates.argmax())
     kept = sum(
-        bool(Table(*resampled(rates, positions, rng)).race(0.01, first, seed).seen[true].all())
+        bool(replay(known(*resampled(rates, positions, rng)), first=first, seed=seed).seen[true].all())
         for seed in range(300)
     )
     assert kept >= 297, f"kept in {kept} of 300"
@@ -175,7 +190,7 @@ def test_race_keeps_the_true_winner(rates, positions, first, rng):
 def test_any_first_round_ends(first):
     """A first round of nothing, of one text (no spread to test), or of more than there are."""
     hits = torch.tensor([[1, 1, 1, 9], [2, 2, 2, 9], [3, 3, 3, 9], [0, 0, 0, 9]])
-    raced = Table(hits, torch.full((4,), 10)).race(0.01, first, seed=0)
+    raced = replay(known(hits, torch.full((4,), 10)), first=first, seed=0)
     assert raced.winner.taps == (Tap(2),) and raced.seen[2].all()
 
 

@@ -1,0 +1,139 @@
+"""What a probe is: a check of one part of a case, registered by name, with numbers as evidence.
+
+A probe is a generator registered with `@probe`: it takes a `View` of the case and yields `Finding`s, or
+sentences that are worth knowing (remarks). What it needs and lacks is said, never skipped in silence. Most
+are exact, the rest carry a p-value. A finding with a `fix` is only a suspicion until `lib.search` has
+measured its gain. `lib.probes` lists them all.
+
+Axes: L positions, H hidden, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from lib.captures import FINAL, Capture
+from lib.case import Case, Finding
+from lib.errors import WorkbookError
+from lib.taps import Tap
+
+Seen = Iterator["Finding | str"]
+FEW = 8  # captures whose last states are judged
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One registered check: name, what it needs of a `View`, and the function."""
+
+    name: str
+    needs: tuple[str, ...]
+    run: Callable[[View], Seen]
+
+
+PROBES: dict[str, Probe] = {}
+NEEDS: dict[str, tuple[str, Callable[[View], bool]]] = {
+    "head": ("the target's head", lambda v: v.case.head is not None),
+    "width": (
+        "the target's head, as wide as the draft",
+        lambda v: v.case.head is not None and v.case.head.hidden_size == v.case.draft.hidden_size,
+    ),
+    "live": ("the live target", lambda v: v.case.live is not None),
+    "captures": ("a capture that can be read", lambda v: bool(v.sound)),
+    "final": ("final states", lambda v: any(FINAL in c.readers for c in v.sound)),
+    "reference": (
+        "states to compare with: the live target, or its head and a stored embedding",
+        lambda v: v.reference_tap is not None,
+    ),
+}
+
+
+def probe(name: str, *needs: str) -> Callable:
+    """Register a check under a name; `needs` are keys of `NEEDS`."""
+
+    def register(run: Callable[[View], Seen]) -> Callable[[View], Seen]:
+        PROBES[name] = Probe(name, needs, run)
+        return run
+
+    return register
+
+
+class View:
+    """A case with what several probes compute, computed once."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.broken: dict[str, WorkbookError] = {}  # capture -> why it cannot be used
+        self.off: dict[str, str] = {}  # capture -> what is wrong with its rows
+        self.stop = ""  # why a search would mislead
+
+    @cached_property
+    def sound(self) -> list[Capture]:
+        """Captures whose ids and states can all be read; errors of the others go into `broken`."""
+        kept = []
+        for capture in self.case.captures:
+            try:
+                capture.check_vocab(self.case.draft.embed.shape[0], str(self.case.draft.path))
+                for name in capture.readers:
+                    capture.state(name)
+            except WorkbookError as err:
+                self.broken[capture.name] = err
+            else:
+                kept.append(capture)
+        return kept
+
+    @cached_property
+    def reference_tap(self) -> Tap | None:
+        """A stored tap whose true value is known: the embedding, or any if the target is live."""
+        taps = [t for t in self.sound[0].taps if isinstance(t, Tap)] if self.sound else []
+        if Tap(0) in taps and self.case.head is not None:
+            return Tap(0)
+        return taps[0] if taps and self.case.live is not None else None
+
+    def reference(self, capture: Capture) -> Tensor:
+        """(L, H) what the state at `reference_tap` has to be."""
+        if self.reference_tap == Tap(0) and self.case.head is not None:
+            return self.case.head.embed[capture.token_ids].float()
+        return self.recomputed(capture, (self.reference_tap,))[self.reference_tap]
+
+    def recomputed(self, capture: Capture, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
+        """States (L, H) of the live target on the capture's tokens."""
+        from lib.target import record_states
+
+        found = record_states(self.case.live.model, capture.token_ids[None], tuple(taps))
+        return {tap: x[0].float() for tap, x in found.items()}
+
+    @cached_property
+    def next_tokens(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Per capture with a final state: rows (n,) where the assistant speaks next, and those tokens."""
+        rows = [c.loss_mask[1:].nonzero().flatten() for c in self.finals]
+        return rows, [c.token_ids[r + 1] for c, r in zip(self.finals, rows, strict=True)]
+
+    @cached_property
+    def finals(self) -> list[Capture]:
+        """A few sound captures with a final state."""
+        usable = [c for c in self.sound if FINAL in c.readers and c.name not in self.off]
+        return [c for c in usable if c.loss_mask[1:].any()][:FEW]
+
+
+def run_probes(view: View, names: Iterable[str] = ()) -> tuple[list[Finding], list[str], dict[str, str]]:
+    """Every probe that can run, or those named: findings, remarks, and why the others did not run."""
+    findings: list[Finding] = []
+    remarks: list[str] = []
+    not_run: dict[str, str] = {}
+    for check in [PROBES[n] for n in names] or PROBES.values():
+        lacking = [NEEDS[n][0] for n in check.needs if not NEEDS[n][1](view)]
+        if lacking:
+            not_run[check.name] = "it needs " + " and ".join(dict.fromkeys(lacking))
+            continue
+        for found in check.run(view):
+            (findings if isinstance(found, Finding) else remarks).append(found)
+    return findings, remarks, not_run
+
+
+def share(part: int | float, whole: int) -> str:
+    """A share in per cent, for sentences."""
+    return f"{100 * part / max(1, whole):.1f} %"
