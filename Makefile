@@ -62,11 +62,11 @@ notebooks: $(TEST) ## run the notebooks and write their outputs and facts
 # Options: make variable -> option of lib.report. One left out takes the report's default; only those given to
 # make itself count, so that a DEVICE or OUT of the shell's environment changes no report.
 REPORT_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS DEVICE DTYPE LIMIT DEPTH \
-  VERIFY_COST DRAFT_COST OUT
+  VERIFY_COST DRAFT_COST OUT SCHEDULER
 option = $(if $(filter command,$(origin $(1))),--$(subst _,-,$(shell echo $(1) | tr A-Z a-z)) "$($(1))")
 
 report: $(BASE) ## a report on your files: DRAFT=... CAPTURES=... [TARGET=... TAPS=... CONVENTION=... OUT=...]
-	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS) SCHEDULER,$(call option,$(name)))
+	@$(PY) -m lib.report make $(foreach name,$(REPORT_OPTIONS),$(call option,$(name)))
 
 DIAGNOSE_OPTIONS := DRAFT CAPTURES TARGET FINALS TAPS CONVENTION LAYOUT LOSS_MASKS LIMIT OUT
 

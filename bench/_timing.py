@@ -27,10 +27,10 @@ def measure(variants: Mapping[str, Callable], repeats: int, *, warm: bool = True
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
-    """Median and range of a / b, run by run, to three digits."""
+    """Median and range of a / b, run by run."""
     r = [x / y for x, y in zip(a, b, strict=True)]
     found = {"median": statistics.median(r), "low": min(r), "high": max(r)}
-    return {name: float(f"{value:.3g}") for name, value in found.items()} | {"runs": len(r)}
+    return {name: float(f"{value:.6g}") for name, value in found.items()} | {"runs": len(r)}
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> str:

@@ -10,14 +10,17 @@ Each part times its variants in one process on the same inputs, in turn (A B C A
 compares always comes from the same part. Ratios are what counts; seconds are this machine's.
 
 - step 0: floor (`floor_products`), ours on scored pairs, ours on all pairs, and the two models, which
-  know no other than all pairs.
+  know no other than all pairs (speculators with sdpa attention, the faster of its two on a CPU).
 - depths: 8 predictions a pair, depth 0 to 7, the text's tokens fed: `ttt_steps=8` and `depths=8`.
 - rollouts: chains of 8 own tokens from every scored pair, beside one single pass: depth 0 on scored pairs.
 - sweeps: 24 ordered triples, exact and raced, and a race of 200 contracts; how often a race would have
   found the exact winner, over conversations drawn again with replacement.
 
-Nothing is timed before its predictions were found equal to the peer's. A shape or part that was not asked
-for keeps what `--out` already holds.
+Nothing is timed before it was found to compute what the peer does: equal predictions in fp32, logits within
+`CLOSE` on the first capture, further off with two taps swapped. Peers and floor get their inputs read, joined
+and cast beforehand; ours reads, checks and casts the captures inside the timed region.
+
+A shape or part that was not asked for keeps what `--out` already holds.
 """
 
 from __future__ import annotations
@@ -60,7 +63,6 @@ class Setup:
     contract: Contract
     taps: Sequence[Tap]
     repeats: int
-    warm: bool = True
     many: int = 200
     resamples: int = 200
 
@@ -88,9 +90,8 @@ def kimi_setup(args) -> Setup:
     taps = tuple(map(Tap, kimi.TAPS))
     mask = torch.arange(args.tokens) >= args.tokens // 4
     capture = open_capture(path, taps=kimi.TAPS, loss_mask=mask)
-    # The equality checks have run everything once: no warm-up of minutes on top.
     return Setup(
-        DraftForward(draft), [capture], draft.contract.change(taps=taps[:3]), taps, args.kimi_repeats, False
+        DraftForward(draft), [capture], draft.contract.change(taps=taps[:3]), taps, args.kimi_repeats
     )
 
 
@@ -192,7 +193,7 @@ def beside_peers(at: Setup, depths: int) -> dict:
         variants["ours, one step"] = at.single
     with torch.inference_mode():
         at.single()
-        seconds = measure(variants, at.repeats, warm=at.warm)
+        seconds = measure(variants, at.repeats)
     found = {"predictions a pair": depths, "same computation": agreement, "not run": missing}
     found["ours / floor"] = ratio(seconds["ours"], seconds["floor"])
     for name in agreement:
@@ -220,7 +221,7 @@ def rolled_out(at: Setup) -> dict:
         "single pass": at.single,
         "rollouts": lambda: rollouts(at.forward, at.captures, at.contract, DEPTHS),
     }
-    seconds = measure(variants, at.repeats, warm=at.warm)
+    seconds = measure(variants, at.repeats)
     return {
         "chain tokens": DEPTHS, "fed alike, agree": agree,
         "rollouts / single pass": ratio(seconds["rollouts"], seconds["single pass"]),
@@ -278,7 +279,7 @@ def swept(at: Setup) -> dict:
                 f"{name}: passes raced": round(raced.passes, 2),
                 f"{name}: resampled": resampled(exact, at.resamples),
             }
-    seconds = measure(variants, at.repeats, warm=at.warm)
+    seconds = measure(variants, at.repeats)
     for name in list(variants)[1:]:
         found[f"{name} / single pass"] = ratio(seconds[name], seconds["single pass"])
     return found | {"median seconds": medians(seconds)}

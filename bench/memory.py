@@ -108,7 +108,7 @@ def main() -> None:
         other = {"captures": "draft vocabulary", "draft vocabulary": "captures"}[field]
         runs = {run[field]: run for run in found if run[other] == min(run[other] for run in found)}
         return {
-            key: round(runs[high][f"{key}, MB"] / runs[low][f"{key}, MB"], 3)
+            key: round(runs[high][f"{key}, MB"] / runs[low][f"{key}, MB"], 6)
             for key in ("beside weights", "private")
         }
 

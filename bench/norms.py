@@ -6,7 +6,7 @@ Two folders: the incident's sample captures, and made-up ones of Kimi-K2.5's wid
 512 tokens, 4 states, 29 MB each; written once to `.work/kimi/norms`). Per folder, in one process and in turn:
 
 - read: every byte of the files, one after another, into one reused buffer of 1 MB that stays in the cache;
-  the files are in the page cache. No statistics can be had for less.
+  the files are in the page cache. A plain read on one thread; ours has mapped pages and torch's threads.
 - ours: `norm_statistics` of captures that `open_folder` opened; once with the opening.
 - torch, numpy: `x.float().norm(dim=-1)` and `np.linalg.norm` over the same states, from the same readers:
   norms alone, no check for NaN, no sinks, no quantiles.

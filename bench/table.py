@@ -47,13 +47,17 @@ FORWARD, WINNER = "draft_forward", "share with the exact winner"
 # Text, aim, record, and the keys in it; "*" stands for the shape, a row without it has one column for both.
 ROWS: tuple[tuple[str, Aim | None, str, tuple[str, ...]], ...] = (
     ("scoring, ours / its matrix products alone", at_most(1.3), FORWARD, ("*", "step 0", "ours / floor")),
-    ("scoring, speculators / ours", at_least(1.6), FORWARD, ("*", "step 0", "speculators / ours")),
-    ("scoring, SpecForge / ours", None, FORWARD, ("*", "step 0", "SpecForge / ours")),
+    ("scoring, speculators (at all positions) / ours", at_least(1.6), FORWARD,
+     ("*", "step 0", "speculators / ours")),
+    ("scoring at all positions, speculators / ours", None, FORWARD,
+     ("*", "step 0", "speculators / ours, all positions")),
+    ("scoring, SpecForge (at all positions) / ours", None, FORWARD, ("*", "step 0", "SpecForge / ours")),
     ("8 depths, ours / their matrix products alone", None, FORWARD, ("*", "depths", "ours / floor")),
-    ("8 depths, speculators / ours", at_least(2.5), FORWARD, ("*", "depths", "speculators / ours")),
+    ("8 depths, speculators (at all positions) / ours", at_least(2.5), FORWARD,
+     ("*", "depths", "speculators / ours")),
     ("8 depths at all positions, speculators / ours", None, FORWARD,
      ("*", "depths", "speculators / ours, all positions")),
-    ("8 depths, SpecForge / ours", None, FORWARD, ("*", "depths", "SpecForge / ours")),
+    ("8 depths, SpecForge (at all positions) / ours", None, FORWARD, ("*", "depths", "SpecForge / ours")),
     ("8 depths, speculators / its own single step", None, FORWARD,
      ("*", "depths", "speculators / speculators, one step")),
     ("chains of 8 from every position / one pass", at_most(10), FORWARD,
@@ -61,9 +65,9 @@ ROWS: tuple[tuple[str, Aim | None, str, tuple[str, ...]], ...] = (
     ("24 orders, exact / one pass", None, FORWARD, ("*", "sweeps", "24 exact / single pass")),
     ("24 orders, raced / one pass", at_most(6), FORWARD, ("*", "sweeps", "24 raced / single pass")),
     ("200 contracts, raced / one pass", at_most(15), FORWARD, ("*", "sweeps", "200 raced / single pass")),
-    ("races of 24 with the exact winner, 200 resamples", at_least(0.99), FORWARD,
+    ("resampled races of 24 with the exact winner", at_least(0.99), FORWARD,
      ("*", "sweeps", "24: resampled", WINNER)),
-    ("races of 200 with the exact winner, 200 resamples", at_least(0.99), FORWARD,
+    ("resampled races of 200 with the exact winner", at_least(0.99), FORWARD,
      ("*", "sweeps", "200: resampled", WINNER)),
     ("norms of a folder / reading it once", at_most(1.3), "norms", ("*", "ours / read")),
     ("norms, torch's one-liner / ours", None, "norms", ("*", "torch / ours")),
@@ -89,6 +93,14 @@ def found(record: Any, keys: tuple[str, ...]) -> Any:
     return record
 
 
+def machines_of(record: Any) -> set[str]:
+    """Every machine that a record, or a part of it, names."""
+    if not isinstance(record, dict):
+        return set()
+    own = {record["machine"]} if isinstance(record.get("machine"), str) else set()
+    return own.union(*map(machines_of, record.values()))
+
+
 def cell(value: Any, aim: Aim | None) -> str:
     """Median and range, and whether the aim is met; "-" for nothing."""
     if value is None:
@@ -97,9 +109,9 @@ def cell(value: Any, aim: Aim | None) -> str:
         median, low, high = map(float, re.fullmatch(r"([\d.]+)x \(([\d.]+) to ([\d.]+)\)", value).groups())
         value = {"median": median, "low": low, "high": high}
     if isinstance(value, dict):
-        number, text = value["median"], f"{value['median']:g} ({value['low']:g} to {value['high']:g})"
+        number, text = value["median"], "{median:.3g} ({low:.3g} to {high:.3g})".format(**value)
     else:
-        number, text = value, f"{value:g}"
+        number, text = value, f"{value:.3g}"
     return text if aim is None else f"{text}, {'met' if aim.met(number) else '**missed**'}"
 
 
@@ -112,10 +124,7 @@ def readme_block(read: Callable[[str], Any]) -> str:
         cells = [cell(found(record, tuple(s if k == "*" else k for k in keys)), aim) for s in shapes]
         # Live decoding needs a target: there is one at the sample's size only. Memory has a size of its own.
         lines.append(f"| {text} | {aim or ''} | {' | '.join(cells + [''] * (2 - len(cells)))} |")
-    machines = {
-        found(record, keys)
-        for record, keys in ((read(FORWARD), ("sample", "step 0", "machine")), (read("norms"), ("machine",)))
-    } - {None}
+    machines = {m for name in {row[2] for row in ROWS} for m in machines_of(read(name))}
     lines += [
         "",
         f"Median and range of ratios, run by run; -: not measured. {'; '.join(sorted(machines))}".rstrip(),

@@ -10,6 +10,7 @@ or key's head, dv of a value's; those of latents are in lib/mla.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +53,7 @@ class Stack:
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
-class Attention:
+class Attention(ABC):
     """Attention of one layer: products for queries and for keys and values, and heads from them.
 
     Attributes:
@@ -88,17 +89,17 @@ class Attention:
         q_cos, q_sin = (cos, sin) if rows is None else (cos[rows], sin[rows])
         return self.queries(q, q_cos, q_sin, interleaved), *self.keys_values(kv, cos, sin, interleaved)
 
+    @abstractmethod
     def queries(self, q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         """(n, h, d)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keys_values(self, kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         """(N, g, d) and (N, g, dv)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scale(self, rope: Rope) -> float:
         """Factor on the scores before the softmax."""
-        raise NotImplementedError
 
 
 class Grouped(Attention):

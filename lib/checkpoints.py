@@ -117,6 +117,16 @@ class Draft:
         offsets = self.d2t.to(draft_ids.device)[draft_ids]
         return offsets + draft_ids if mode == "offset" else offsets
 
+    def draft_ids(self, vocab_map: str | None = None) -> Tensor:
+        """(V,) the draft id that means each target id under a map; -1 where there is none.
+
+        Under a wrong map several may mean the same: the last one is taken.
+        """
+        ids = torch.arange(self.draft_vocab)
+        produced = self.to_target(ids, vocab_map)
+        inside = (produced >= 0) & (produced < self.target_vocab)
+        return torch.full((self.target_vocab,), -1).scatter_reduce(0, produced[inside], ids[inside], "amax")
+
     def in_vocab(self) -> Tensor:
         """(V,) bool: target ids the draft can produce under its declared map, whatever contract is tried."""
         table = torch.zeros(self.target_vocab, dtype=torch.bool)

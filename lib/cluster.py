@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PurePosixPath
@@ -46,7 +46,7 @@ from lib.errors import CaptureError, ClusterError
 from lib.evaluate import DEADLY, Plan, Tools, Totals, evaluate_file, merge, part_file
 from lib.inputs import listed_files, pair_up
 from lib.norms import TapNorms
-from lib.partitions import LIGHT, Source, Store, bucket, merge_norms, to_row
+from lib.partitions import Source, Store, bucket, merge_norms, to_row
 from lib.parts import Part, digest, file_key
 from lib.sampling import Enough, Estimate, drawing_order
 
@@ -224,7 +224,7 @@ class Measured:
 
     def rows(self, columns: list[str] | None = None) -> pd.DataFrame:
         """One row per finished file (`lib.partitions.SCHEMA`), without blobs unless asked for."""
-        return self.store.rows(self.finished, columns)
+        return _rows(self.store, self.finished, self.sources, columns)
 
     def sizes(self) -> dict[str, int]:
         """Stratum -> files of the population, without those set aside: nothing is known of them."""
@@ -347,6 +347,16 @@ def fill(
         part.save(part_file(Path(part.file), Path(final) if final else None, tools, work))
 
 
+def _rows(
+    store: Store, keys: Collection[str], sources: Sequence[Source], columns: list[str] | None = None
+) -> pd.DataFrame:
+    """Rows of these keys, in today's strata: an earlier run may have had others."""
+    rows = store.rows(keys, columns)
+    if {"stratum", "key"} <= set(rows):
+        rows["stratum"] = rows["key"].map({s.key: s.stratum for s in sources})
+    return rows
+
+
 class Lost(Exception):
     """The scheduler does not answer, or forgot what it was asked."""
 
@@ -391,7 +401,7 @@ class _Run:
         while self.due and self.seen >= self.due[0] and not self.stopped:
             n = self.due.popleft()
             keys = {s.key for s in self.drawn[:n]} - self.aside
-            rows = self.store.rows(keys, LIGHT)
+            rows = _rows(self.store, keys, self.drawn)
             sizes = Counter(s.stratum for s in self.drawn if s.key not in self.aside)
             estimate = self.enough.estimate(rows, sizes)
             self.looks.append((len(rows), estimate))

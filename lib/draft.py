@@ -9,7 +9,7 @@ does while drafting.
 Where the speed comes from: every position needs keys and values, but only scored positions need
 queries, the MLP and logits; `fc` is a sum over slots, so each (slot, tap) product is computed once
 for any number of contracts; logits come in chunks and leave as argmax. On a GPU the host works out all
-indices and never waits: states are sent ahead (lib/transfer.py), results are fetched once, at the end.
+indices, states are sent ahead (lib/transfer.py), and `predict` fetches results once, a sweep once a batch.
 
 Axes: N pairs of a batch of captures (one after another, no padding), S scored pairs, B captures,
 H hidden, k slots, Vd draft vocabulary, D depths; those of attention are in lib/attention.py.
@@ -18,6 +18,7 @@ H hidden, k slots, Vd draft vocabulary, D depths; those of attention are in lib/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
@@ -39,6 +40,7 @@ from lib.transfer import BATCH_PAIRS, batches_for, free_bytes, send
 
 LOGIT_BYTES = 32 << 20  # largest logits chunk; keeps peak memory independent of Vd
 LOG_FLOOR = -30.0  # nats, for a true token that a wrong vocabulary map cannot produce
+PADDING = 2  # most positions of a padded batch, over the pairs that it may have
 SCORE_BYTES = 64 << 20  # largest attention score block of chain depths
 
 
@@ -199,8 +201,11 @@ class DraftForward:
         contract = contract or self.draft.contract
         self.check(captures, contract, depths)
         every = positions == "all"
+        if feed == "own" and self.device.type == "cuda":
+            _ = self.table  # first, so that batches are sized to what it leaves
         batches = batches_for(self, captures, [contract], depths, every=every, batch_pairs=batch_pairs)
-        parts = [self.run(batch, contract, depths, feed, keep_logits) for batch in batches]
+        with closing(batches):  # its thread and memory end with an error too
+            parts = [self.run(batch, contract, depths, feed, keep_logits) for batch in batches]
         if not parts:
             raise ContractError(
                 "predict", "positions", expected="at least one pair to predict",
@@ -220,14 +225,18 @@ class DraftForward:
     def batches(
         self, captures: Sequence[Capture], every: bool = False, batch_pairs: int = BATCH_PAIRS
     ) -> Iterator[Batch]:
-        """Captures grouped by similar length, at most about `batch_pairs` pairs a batch."""
+        """Captures grouped by similar length, at most about `batch_pairs` pairs a batch.
+
+        Attention pads a batch to its longest text, so a long one ends a group of short ones too.
+        """
         usable = [
             i for i, c in enumerate(captures) if len(c) >= 2 and (every or len(c.scored))
         ]  # a text of one token has no pair
         group: list[int] = []
         size = 0
         for i in sorted(usable, key=lambda i: len(captures[i])):
-            if group and size + len(captures[i]) > batch_pairs:
+            padded = (len(group) + 1) * len(captures[i])
+            if group and (size + len(captures[i]) > batch_pairs or padded > PADDING * batch_pairs):
                 yield Batch(self, captures, group, every)
                 group, size = [], 0
             group.append(i)
@@ -317,7 +326,7 @@ class DraftForward:
             torch.stack(ids, 1),
             truth,
             known,
-            torch.stack(kept, 1) if keep_logits else None,
+            torch.stack(kept, 1).cpu() if keep_logits else None,  # too large to be left there
         )
 
     def score(self, batch: Batch, contract: Contract) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,11 +355,8 @@ class DraftForward:
         """(S,) draft ids and (S,) log-probabilities (nats) of `truth` (S,), `LOG_FLOOR` where it is -1."""
         hidden, _ = self.first_step(batch, contract)
         normed = rms_norm(hidden, self.draft.norm, self.draft.eps) if contract.head_norm else hidden
-        produced = self.draft.to_target(torch.arange(self.draft.draft_vocab), contract.vocab_map)
-        inside = (produced >= 0) & (produced < self.draft.target_vocab)
-        draft_id = torch.full((self.draft.target_vocab,), -1)
-        draft_id[produced[inside]] = inside.nonzero().flatten()
-        wanted = send(torch.where(truth >= 0, draft_id[truth.clamp(min=0)], -1), self.device)
+        draft_ids = self.draft.draft_ids(contract.vocab_map)
+        wanted = send(torch.where(truth >= 0, draft_ids[truth.clamp(min=0)], -1), self.device)
         best, log_p = [], []
         for part, ids in zip(self.in_chunks(normed), self.in_chunks(wanted), strict=True):
             logits = (part @ self.draft.lm_head.T).to(self.wide)  # (rows, Vd)

@@ -872,7 +872,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             key="control_other_draft", number=None, part="training",
-            title="healthy: a draft trained on other taps (b)",
+            title="healthy: another draft (b), weaker, fed its own taps",
             sighting=_ISSUE + "vllm-project/speculators/issues/751",
             signature="right under its own taps",
             symptom="none", change="Nothing: {before} are its taps; {after} are another draft's.",

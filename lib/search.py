@@ -25,7 +25,6 @@ from lib.checkpoints import Draft
 from lib.contract import Contract
 from lib.draft import LOG_FLOOR, Batch, DraftForward
 from lib.gains import FIRST, Gain, corrections, gain_of, group, promising, survivors
-from lib.worth import draft_ids
 
 STAGES = (FIRST, 6, 10, 18)  # conversations seen after each early stage of the race; the last stage sees all
 DEEP = 3  # depths 1 .. DEEP judge what depth 0 cannot see
@@ -171,7 +170,7 @@ def deep_scores(forward: DraftForward, batch: Batch, contract: Contract) -> tupl
     Positions whose text has ended give 0; tokens that the map cannot produce give `LOG_FLOOR`.
     """
     d = forward.draft
-    ids = draft_ids(d, contract)
+    ids = d.draft_ids(contract.vocab_map)
     hidden, keys = forward.first_step(batch, contract)
     chains: list[list] = [[] for _ in d.layers]
     hit_sum, score_sum = torch.zeros(len(hidden)), torch.zeros(len(hidden), dtype=torch.float64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # lib.draft itself imports this module
     from lib.draft import Batch, DraftForward
 
 BATCH_PAIRS = 4096  # pairs per batch on a CPU: large enough for the matrix library, small in memory
-MOST_PAIRS = 32_768  # on a GPU: a batch must leave something to read ahead; two of them lie in locked memory
+MOST_PAIRS = 32_768  # on a GPU: two batches' states lie in locked memory
 FREE_SHARE = 0.6  # of the free memory; the rest is for padding, workspaces of kernels and fragmentation
 
 
@@ -34,7 +35,7 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     """`x` on the device. To a GPU it goes through page-locked memory, and the host does not wait for it."""
     if device.type != "cuda" or x.device.type == "cuda":
         return x.to(device)
-    return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def batches_for(
@@ -46,14 +47,22 @@ def batches_for(
     every: bool = False,
     batch_pairs: int | None = None,
 ) -> Iterator[Batch]:
-    """`forward.batches` for work under these contracts: as large as suits the device, states sent ahead."""
-    reads = {(i, tap) for c in contracts for i, tap in enumerate(c.taps if c.use_fc else c.taps[-1:])}
-    taps = sorted({tap for _, tap in reads}, key=str)
+    """`forward.batches` for work under these contracts: as large as suits the device, states sent ahead.
+
+    To be used one after the other: on a GPU a batch is emptied when the next one is asked for (`staged`).
+    """
+    reads = {
+        (i, tap, c.fc_input_norm)
+        for c in contracts
+        for i, tap in enumerate(c.taps if c.use_fc else c.taps[-1:])
+    }
+    taps = sorted({tap for _, tap, _ in reads}, key=str)
     if batch_pairs is None:
-        longest = max(map(len, captures), default=0)
-        batch_pairs = batch_pairs_for(
-            forward.device, forward.draft, longest=longest, taps=len(taps), products=len(reads), depths=depths
-        )
+        work = {
+            "longest": max(map(len, captures), default=0), "taps": len(taps), "products": len(reads),
+            "embeds": len({(c.token_shift, c.embed_scale) for c in contracts}), "depths": depths,
+        }  # fmt: skip
+        batch_pairs = batch_pairs_for(forward.device, forward.draft, sum(map(len, captures)), **work)
     return staged(forward.batches(captures, every, batch_pairs), taps, forward.device)
 
 
@@ -100,17 +109,27 @@ def staged(
             done = reader.computed()
 
 
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that copies run on; one a device, as torch keeps freed memory apart by stream."""
+    return torch.cuda.Stream(device)
+
+
 class _Reader:
     """Reads a batch's states into host memory and sends them; two batches take turns in that memory."""
 
     def __init__(self, taps: Sequence[Tap | Stored], device: torch.device) -> None:
         self.taps, self.device = taps, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = side_stream(device) if device.type == "cuda" else None
         self.rooms: tuple[dict, dict] = ({}, {})  # tap -> bytes, of the even and of the odd batches
 
     def computed(self):
         """An event behind all that was asked of the device so far; None on a CPU."""
-        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def read(self, batch: Batch, turn: int, done) -> Callable[[], None]:
         """Fill `batch.states`, in the reading thread. Returns: what the computing thread has to call first.
@@ -159,15 +178,19 @@ class _Reader:
 # ---- how much goes into a batch -------------------------------------------------------------------
 
 
-def bytes_per_pair(draft: Draft, *, longest: int, taps: int, products: int, depths: int) -> int:
+def bytes_per_pair(
+    draft: Draft, *, longest: int, taps: int, products: int, depths: int, embeds: int = 1
+) -> int:
     """Device bytes that a pair adds to the peak of `DraftForward.run`, as if every pair were scored.
 
     Counted by shapes; what kernels take for themselves is not in it, nor the blocks of logits and of chain
-    scores, whose size does not depend on the batch.
+    scores, whose size does not depend on the number of texts (scores of one text of many thousand tokens can
+    be larger than `draft.SCORE_BYTES` all the same).
 
     Args:
         longest: L, tokens of the longest text.
-        taps: states read by the contracts of the batch; products: different (slot, tap) products.
+        taps: states read by the contracts of the batch; products: different (slot, tap, norm) products.
+        embeds: different shares of the embeddings (token shift, scale).
         depths: D.
     """
     layer, h, layers = draft.layers[0], draft.hidden_size, len(draft.layers)
@@ -183,7 +206,7 @@ def bytes_per_pair(draft: Draft, *, longest: int, taps: int, products: int, dept
     target = h if draft.fc is None else draft.fc.shape[1] // draft.n_slots
     q, kv, mixed = draft.heads * key, groups * (key + value), draft.heads * value
     # Two batches' states; products of `fc`; the embeddings' share; keys and values of pairs and chains.
-    held = 2 * taps * target + products * h + q_in + kv_in + layers * depths * kv
+    held = 2 * taps * target + products * h + embeds * (q_in + kv_in) + layers * depths * kv
     # Causal attention: heads, their padded copies, again with every key head repeated, the result; the mask.
     causal = 2 * q + 3 * kv + 2 * draft.heads * (key + max(key, value)) + 3 * mixed
     mask = longest * (1 + size)
@@ -201,13 +224,17 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + reserved
 
 
-def batch_pairs_for(device: torch.device, draft: Draft, **work: int) -> int:
+def batch_pairs_for(device: torch.device, draft: Draft, total: int, **work: int) -> int:
     """Pairs to put into a batch: a constant on a CPU, what fits on a GPU.
 
+    There a power of two, so that a little more free memory does not change shapes and with them roundings;
+    and no more than a quarter of the work, so that there is something to read ahead.
+
     Args:
+        total: tokens of all texts.
         work: as `bytes_per_pair` takes it.
     """
     if device.type != "cuda":
         return BATCH_PAIRS
     room = int(FREE_SHARE * free_bytes(device)) // bytes_per_pair(draft, **work)
-    return max(1, min(MOST_PAIRS, room))
+    return max(1, min(MOST_PAIRS, 1 << max(0, room.bit_length() - 1), max(BATCH_PAIRS, total // 4)))

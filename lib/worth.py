@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from lib.acceptance import walk
 from lib.captures import Capture
 from lib.checkpoints import Draft
@@ -17,15 +14,6 @@ from lib.errors import MetricError
 
 NEGLIGIBLE = (0.001, 0.02)  # accuracy, tokens per round: significant gains below both are remarks
 DEPTH = 5  # draft tokens a round when worth is told in tokens per round
-
-
-def draft_ids(draft: Draft, contract: Contract) -> Tensor:
-    """(V,) draft id that means each target id under the contract's map; -1 where there is none."""
-    produced = draft.to_target(torch.arange(draft.draft_vocab), contract.vocab_map)
-    inside = (produced >= 0) & (produced < draft.target_vocab)
-    ids = torch.full((draft.target_vocab,), -1)
-    ids[produced[inside]] = inside.nonzero().flatten()
-    return ids
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,7 @@ class Worth:
 def worth(draft: Draft, contract: Contract, captures: Sequence[Capture], limit: int = 8) -> Worth:
     """Accuracy over all captures, tokens per round by rollouts on the first `limit`."""
     forward = DraftForward(draft)
-    known = draft_ids(draft, contract) >= 0
+    known = draft.draft_ids(contract.vocab_map) >= 0
     p = forward.predict(captures, contract)
     counted = known[p.truth[:, 0].clamp(min=0)] & (p.truth[:, 0] >= 0)
     hits = p.hit[:, 0] & counted

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -610,3 +611,13 @@ def test_a_deadly_file_is_not_read_by_the_report(tmp_path, folder, sources):
     )
     (part,) = evaluate_all([(path, None)], tools, tmp_path)
     assert not part.error
+
+
+def test_strata_are_those_of_the_call(folder, some, tmp_path):
+    """Rows of an earlier run with other strata: the estimate goes by the groups asked for now."""
+    early = cluster.measure(some[:30], plan_of(folder), tmp_path, "local:1", bar=quiet)
+    assert len(set(early.rows()["stratum"])) > 1
+    one = [replace(s, stratum="one") for s in some[:30]]
+    late = cluster.measure(one, plan_of(folder), tmp_path, "local:1", bar=quiet)
+    assert late.resumed == 30 and set(late.rows()["stratum"]) == {"one"}
+    assert late.estimate("accuracy").strata == 1

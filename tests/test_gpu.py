@@ -212,7 +212,7 @@ def test_the_device_decides_the_batch(drafts):
     """Within what is free, never more than the limit; the peak keeps to the count."""
     forward = on_gpu(drafts["grouped"])
     work = {"longest": 301, "taps": 3, "products": 3, "depths": DEPTHS}
-    pairs = batch_pairs_for(forward.device, forward.draft, **work)
+    pairs = batch_pairs_for(forward.device, forward.draft, 1 << 30, **work)
     assert 1 <= pairs <= MOST_PAIRS
     captures = make_captures([301] * 40)
     forward.predict(captures[:1], depths=DEPTHS, feed="own")

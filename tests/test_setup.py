@@ -264,3 +264,24 @@ def test_the_makefile_switches_the_network_off() -> None:
     for variable in quiet:
         assert re.search(rf"^export {variable} [:?]= 1$", makefile, flags=re.M), variable
     assert re.search(r"labextension disable .*apputils-extension:announcements", makefile)
+
+
+# --- make variables and command lines -------------------------------------------------------------
+
+
+def make_options(variable: str) -> set[str]:
+    """Names in a list of the Makefile, as command-line options spell them."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (names,) = re.findall(rf"^{variable} := (.*)$", text, flags=re.M)
+    return {name.lower() for name in names.split()}
+
+
+def test_make_passes_every_option_of_report_and_diagnose() -> None:
+    """A field that make forgets would be ignored in silence: `make report NEWFIELD=...` says nothing."""
+    from dataclasses import fields
+
+    from lib import diagnose
+    from lib.request import Request
+
+    assert make_options("REPORT_OPTIONS") == {f.name for f in fields(Request)} | {"scheduler"}
+    assert make_options("DIAGNOSE_OPTIONS") == {*diagnose.OPTIONS, "out"}

@@ -254,4 +254,4 @@ def test_bytes_per_pair_against_the_peak(tmp_path, monkeypatch, kind, dtype, dep
 
 
 def test_a_cpu_takes_its_constant(draft):
-    assert batch_pairs_for(CPU, draft, longest=9, taps=3, products=3, depths=1) == BATCH_PAIRS
+    assert batch_pairs_for(CPU, draft, 9, longest=9, taps=3, products=3, depths=1) == BATCH_PAIRS
