@@ -183,7 +183,8 @@ def pairs(records: Sequence[dict], wanted: int) -> list[Task]:
     """Different parts, both clear alone on the same draft; (c) has a fault of its own and is left out."""
     clear: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
-        if r["variant"] == FULL and len(r["keys"]) == 1 and r["draft"] in "ab" and r.get("class") == "clear":
+        alone = r["variant"] == FULL and len(r["keys"]) == 1 and not r["healthy"]
+        if alone and r["draft"] in "ab" and r.get("class") == "clear":
             clear[r["keys"][0]][r["draft"]].append(r["seeds"][0])
     chance, found, tried = random.Random(DRAWN), {}, 0
     keys = sorted(clear)
@@ -417,13 +418,25 @@ def summary(records: Sequence[dict], left_out: dict[str, str]) -> dict:
     done = [r for r in records if "not planted" not in r]
     scored = [(r, score(r)) for r in done]
     alone = [(r, s) for r, s in scored if len(r["keys"]) == 1]
-    both = [(r, s) for r, s in scored if len(r["keys"]) == 2]
+    # Of two faults: a control that is broken enough to be called clear has no name to be found.
+    both = [
+        (r, s) for r, s in scored if len(r["keys"]) == 2 and not any(FAULTS[k].healthy for k in r["keys"])
+    ]
     times = {name: [r[name] for r in done if name in r] for name in ("seconds", "cpu")}
     confusion: dict[str, Counter] = defaultdict(Counter)
     for r, s in alone:
         if r["variant"] == FULL:
             confusion[r["keys"][0]][s["top"]] += 1
     open_to_search = [(r, s) for r, s in both if "search" not in r.get("not_run", {}) and "crash" not in r]
+    stopped = [(r, s) for r, s in both if "search" in r.get("not_run", {})]
+    by_fault = {(r["keys"][0], r["seeds"][0], r["draft"]): s for r, s in alone if r["variant"] == FULL}
+
+    def rest_named(r: dict, s: dict) -> bool:
+        """Whether what a pair hides was named where it was planted alone: what mending the other leaves."""
+        pair = zip(r["keys"], r["seeds"], strict=True)
+        return all(k in s["hits"] or by_fault[k, seed, r["draft"]]["hits"] == [k] for k, seed in pair)
+
+    mended = sum(bool(s["hits"]) and rest_named(r, s) for r, s in stopped)
     return {
         "cases": len(done), "versions": dict(Counter(r["version"] for r in records)),
         "seconds a diagnosis": {
@@ -435,6 +448,10 @@ def summary(records: Sequence[dict], left_out: dict[str, str]) -> dict:
             "both named": ratio(sum(len(s["hits"]) == 2 for _, s in both), len(both)),
             "one named": sum(len(s["hits"]) == 1 for _, s in both),
             "none named": sum(not s["hits"] for _, s in both),
+            "the one that stops the search, where one does": ratio(
+                sum(len(s["hits"]) >= 1 for _, s in stopped), len(stopped)
+            ),
+            "both, once that one is mended": ratio(mended, len(stopped)),
             "both, where the search could run": ratio(
                 sum(len(s["hits"]) == 2 for _, s in open_to_search), len(open_to_search)
             ),

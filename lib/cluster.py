@@ -17,6 +17,7 @@ with the same times (a shared file system, or `rsync -t`); a worker that sees ot
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -24,14 +25,15 @@ import shutil
 import tempfile
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PurePosixPath
 from urllib.parse import urlsplit
+from uuid import uuid4
 
-import dask
 import fsspec
 import pandas as pd
 import torch
@@ -41,16 +43,17 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from lib.arrow_masks import numeric
-from lib.captures import IGNORED
+from lib.captures import IGNORED, IGNORED_FOLDERS
 from lib.errors import CaptureError, ClusterError
 from lib.evaluate import DEADLY, Plan, Tools, Totals, evaluate_file, merge, part_file
 from lib.inputs import listed_files, pair_up
 from lib.norms import TapNorms
 from lib.partitions import Source, Store, bucket, merge_norms, to_row
-from lib.parts import Part, digest, file_key
+from lib.parts import Part, digest, file_key, writing
 from lib.sampling import Enough, Estimate, drawing_order
 
 RETRIES = 2  # more tries of a file that cannot be read: it may be on its way, or the network was
+PAUSE = 2.0  # seconds before the first of them; twice as long before each next one
 AHEAD = 3  # tasks that a worker's thread has at hand, so that it never waits and a scheduler never drowns
 PATIENCE = 300.0  # seconds that a scheduler, or every worker, may be away
 VAIN = 5  # times that a scheduler may be lost without one file in between
@@ -65,33 +68,54 @@ Bar = Callable[..., tqdm]
 def sources(captures: str, finals: str = "", stratum: Callable[[str], str] | None = None) -> list[Source]:
     """The capture files of a folder or URL, each with the file of its final state if `finals` names a place.
 
+    Loss masks that lie beside the captures are the plan's to name: see `masks_of`.
+
     Args:
         finals: folder or URL of captures of the same texts that hold their final states; paired as
             `lib.inputs.pair_up` does.
         stratum: file -> name of its group for sampling; its folder if None.
 
-    Raises CaptureError if there are none, ReportError if one has no final state.
+    Raises CaptureError if there are none, ReportError if one has no final state; final states that no
+    capture has are a UserWarning.
     """
-    of, unused = stratum or os.path.dirname, []
+    of, said = stratum or os.path.dirname, []
     listings = [_listed(place) if place else None for place in (captures, finals)]
-    pairs = pair_up(listings[0], listings[1], unused)
+    pairs = pair_up(listings[0], listings[1], said)
+    for line in said:
+        warnings.warn(line, stacklevel=2)
     names = [(_name(f, captures), _name(final, finals) if final else "") for f, final in pairs]
     return [Source(f, final, key_of(f, final), of(f)) for f, final in names]
+
+
+def masks_of(captures: str) -> str:
+    """The folder of loss masks that a folder of captures brings along, for `Plan.loss_masks`; "" for none."""
+    if is_remote(captures):
+        return ""  # a data set's arrow files have to be on a disk: name their folder in the plan
+    return str(listed_files(Path(_local(captures))).masks or "")
 
 
 def key_of(file: str, final: str = "") -> str:
     """`lib.parts.file_key`; for URLs, over what the store says of them."""
     if not is_remote(file):
-        return file_key(Path(file), Path(final) if final else None)
+        return file_key(Path(_local(file)), Path(_local(final)) if final else None)
     return digest([_remote_stamp(f) for f in (file, final) if f])[:16]
+
+
+def size_of(file: str) -> int:
+    """Bytes of a file or URL."""
+    fs, path = fsspec.core.url_to_fs(file)
+    return int(fs.size(path))
+
+
+# What stores call the version of an object.
+VERSIONS = ("ETag", "etag", "blob_id", "mtime", "modify", "LastModified", "Last-Modified", "last_modified",
+            "updated", "created")  # fmt: skip
 
 
 def _remote_stamp(url: str) -> list:
     fs, path = fsspec.core.url_to_fs(url)
     info = fs.info(path)
-    # What stores call the version of an object: whichever they tell.
-    told = (info.get(k) for k in ("ETag", "etag", "mtime", "LastModified", "updated", "last_modified"))
-    return [url, info.get("size"), next((str(v) for v in told if v is not None), "")]
+    return [url, info.get("size"), [str(info[k]) for k in VERSIONS if info.get(k) is not None]]
 
 
 def is_remote(place: str) -> bool:
@@ -101,26 +125,39 @@ def is_remote(place: str) -> bool:
     )
 
 
+def _local(place: str) -> str:
+    """Absolute, for a worker may run elsewhere."""
+    return os.path.abspath(place.removeprefix("file://"))
+
+
 def _listed(place: str) -> tuple[PurePath, list[PurePath]]:
     """A folder or URL, and its capture files, as paths within their file system."""
     if not is_remote(place):
-        folder = Path(place.removeprefix("file://"))
+        folder = Path(_local(place))
         return folder, list(listed_files(folder).files)
     fs, root = fsspec.core.url_to_fs(place)
-    found = map(PurePosixPath, sorted(fs.find(root)))
-    files = [p for p in found if not any(re.fullmatch(rule, p.name) for rule in IGNORED)]
+    files = [PurePosixPath(p) for p in fs.find(root)]
+    files = [p for p in files if not _ignored(p.relative_to(PurePosixPath(root)))]
     if not files:
         raise CaptureError(place, "folder", expected="capture files", found="none", remedy="check the URL")
     return PurePosixPath(root), sorted(files, key=numeric)
 
 
+def _ignored(inside: PurePath) -> bool:
+    """The rules of `lib.captures` for files and folders that are no captures."""
+    *folders, name = inside.parts or ("",)
+    return any(re.fullmatch(rule, name) for rule in IGNORED) or any(
+        re.fullmatch(rule, folder) for rule in IGNORED_FOLDERS for folder in folders
+    )
+
+
 def _name(file: PurePath, place: str) -> str:
-    """The file as fsspec takes it: a path, or a URL."""
+    """The file as fsspec takes it: an absolute path, or a URL."""
     if not is_remote(place):
         return str(file)
     fs, root = fsspec.core.url_to_fs(place)
     inside = file.relative_to(PurePosixPath(root)).as_posix()
-    return fs.unstrip_protocol(f"{root.rstrip('/')}/{inside}")
+    return fs.unstrip_protocol(root if inside == "." else f"{root.rstrip('/')}/{inside}")
 
 
 # ---- one task ---------------------------------------------------------------------------------------
@@ -180,19 +217,30 @@ def _worker_name() -> str:
         return "here"
 
 
+def _scratch() -> str | None:
+    """The worker's own folder, which Dask removes after a crash too; None for the system's."""
+    try:
+        return get_worker().local_directory
+    except ValueError:
+        return None
+
+
 @contextmanager
 def local_copy(file: str) -> Iterator[Path | None]:
     """A path of the file on this machine: itself, or a copy that is gone afterwards. None for ""."""
     if not file or not is_remote(file):
-        yield Path(file.removeprefix("file://")) if file else None
+        yield Path(_local(file)) if file else None
         return
-    folder = Path(tempfile.mkdtemp(prefix="capture-"))
+    folder = Path(tempfile.mkdtemp(prefix="capture-", dir=_scratch()))
     try:
         fs, path = fsspec.core.url_to_fs(file)
         local = folder / PurePosixPath(path).name  # loss masks go by the name
         try:
             fs.get_file(path, str(local))
         except Exception as err:  # every store has errors of its own
+            if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
+                with writing(local):  # this worker's disk is full: not the file's fault
+                    raise
             raise UnreadFile(f"{file}: {err}", type(err).__name__) from err
         yield local
     finally:
@@ -209,7 +257,8 @@ class Measured:
     Attributes:
         sources: all files asked for, in the order in which they were drawn.
         finished: keys with a row; resumed: how many of them were there before this run.
-        failed: the files set aside, with their errors (see `Store.failed`).
+        failed: the files set aside, with their errors (see `Store.failed`). Of a run that a rule stopped,
+            `finished` and `failed` are of the files that the rule looked at.
         looks: numbers of finished files and estimates at which the rule to stop was asked.
         seconds: of this run.
     """
@@ -250,13 +299,14 @@ class Measured:
             merged = merge_norms(merged, part.norms)
         return merged
 
-    def parts(self) -> list[Part]:
-        """All parts in the order of the sources, failed ones too; in memory, so for a report's files."""
+    def parts(self, of: Sequence[Source] | None = None) -> list[Part]:
+        """Parts of the sources, or of some, in their order, failed ones too; all of them in memory."""
         why = self.failed.set_index("key")
         found = []
-        for s in self.sources:
+        for s in self.sources if of is None else of:
             if s.key in self.finished:
-                found += self.store.parts([s.key])
+                # An earlier run may have named the file by another path.
+                found += [replace(p, file=s.file) for p in self.store.parts([s.key])]
             elif s.key in why.index:
                 e = why.loc[s.key]
                 found.append(Part(self.store.plan, s.file, Path(s.file).stem, e["error"], e["error_kind"]))
@@ -297,9 +347,11 @@ def measure(
     Raises ClusterError, ReportError (a full disk), or whatever is wrong with draft, target or plan.
     """
     began = time.perf_counter()
-    tools = Tools(plan)  # what is wrong with the draft is said here, not by every worker
-    store = Store(str(out), tools.fingerprint, whole)
-    del tools
+    places = {n: _local(p) for n in ("draft", "target", "loss_masks") if (p := getattr(plan, n))}
+    plan = replace(plan, **places)
+    # What is wrong with the draft is said here, not by every worker; this machine may lack their device.
+    fingerprint = Tools(replace(plan, device="cpu")).with_plan(plan).fingerprint
+    store = Store(str(out) if is_remote(out) else _local(str(out)), fingerprint, whole)
     store.describe(plan)
     drawn = tuple(drawing_order(files, seed) if enough else files)
     if len({s.key for s in drawn}) < len(drawn):
@@ -316,16 +368,16 @@ def measure(
                 run.drive(client)
             except Lost as err:
                 in_vain = 0 if len(run.done | run.aside) > before else in_vain + 1
-                given = isinstance(scheduler, str) and not scheduler.startswith(LOCAL)
+                given = isinstance(scheduler, str) and _workers(scheduler) is None
                 if not given or in_vain == VAIN:
                     raise ClusterError(
                         "scheduler", "connection", expected="a scheduler that answers", found=str(err),
                         remedy="connect again and call measure() again: finished files are kept",
                     ) from err  # fmt: skip
-    keys = {s.key for s in drawn}
+    keys = {s.key for s in drawn[: run.end]}
     return Measured(
-        store, drawn, frozenset(run.done), run.resumed, store.failed(keys - run.done), tuple(run.looks),
-        time.perf_counter() - began,
+        store, drawn, frozenset(run.done & keys), run.resumed, store.failed(keys - run.done),
+        tuple(run.looks), time.perf_counter() - began,
     )  # fmt: skip
 
 
@@ -337,23 +389,26 @@ def fill(
     for path, final in pairs:
         part = Part.load(part_file(path, final, tools, work))
         if part is None or part.error or part.plan != tools.fingerprint:
-            todo.append(Source(str(path), str(final or ""), file_key(path, final)))
+            files = [_local(str(p)) if p else "" for p in (path, final)]
+            todo.append(Source(*files, file_key(path, final)))
     if not todo:
         return
     found = measure(todo, tools.plan, (work / "cluster").resolve(), scheduler, whole=True)
     of = {s.file: s.final for s in todo}
     for part in found.parts():
         final = of[part.file]
+        part = replace(part, plan=tools.fingerprint)  # that of the same plan with absolute paths
         part.save(part_file(Path(part.file), Path(final) if final else None, tools, work))
 
 
 def _rows(
     store: Store, keys: Collection[str], sources: Sequence[Source], columns: list[str] | None = None
 ) -> pd.DataFrame:
-    """Rows of these keys, in today's strata: an earlier run may have had others."""
+    """Rows of these keys, with today's strata and paths: an earlier run may have had others."""
     rows = store.rows(keys, columns)
-    if {"stratum", "key"} <= set(rows):
-        rows["stratum"] = rows["key"].map({s.key: s.stratum for s in sources})
+    if "key" in rows:
+        for name in {"file", "stratum"} & set(rows):
+            rows[name] = rows["key"].map({s.key: getattr(s, name) for s in sources})
     return rows
 
 
@@ -361,9 +416,24 @@ class Lost(Exception):
     """The scheduler does not answer, or forgot what it was asked."""
 
 
+@contextmanager
+def _asking() -> Iterator[None]:
+    """What Dask raises when the scheduler is gone, as Lost."""
+    try:
+        yield
+    except (CommClosedError, CancelledError, OSError, TimeoutError) as err:
+        raise Lost(f"{type(err).__name__}: {err}") from err
+
+
 @dataclass
 class _Run:
-    """One call of `measure`: what is done, set aside and still to send."""
+    """One call of `measure`: what is done, set aside and still to send.
+
+    Attributes:
+        later: files to try again, each with the time from which on.
+        suspects: files in whose reader's hands, or queue, workers died: each is tried with nothing beside it.
+        end: files of the order that count; fewer than all once a rule has stopped the run.
+    """
 
     drawn: tuple[Source, ...]
     plan: Plan
@@ -375,20 +445,25 @@ class _Run:
     done: set[str] = field(default_factory=set)
     aside: set[str] = field(default_factory=set)
     looks: list[tuple[int, Estimate]] = field(default_factory=list)
+    tries: Counter[str] = field(default_factory=Counter)
+    later: list[tuple[float, Source]] = field(default_factory=list)
+    suspects: deque[Source] = field(default_factory=deque)
+    alone: set[str] = field(default_factory=set)
     stopped: bool = False
     broken: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.done = self.store.finished() & {s.key for s in self.drawn}
         self.resumed = len(self.done)
-        self.due = deque(self.enough.looks(len(self.drawn)) if self.enough else ())
+        self.end = len(self.drawn)
+        self.due = deque(self.enough.looks(self.end) if self.enough else ())
         self.idle_since = 0.0  # when a worker was last seen working, or the run began
         self.seen = 0  # how far the order is finished without a gap
         self.look()
 
     def complete(self) -> bool:
         """Whether nothing is left to do."""
-        return self.stopped or len(self.done) + len(self.aside) == len(self.drawn)
+        return self.stopped or len(self.done | self.aside) == len(self.drawn)
 
     def look(self) -> None:
         """Ask the rule, if it is due.
@@ -396,40 +471,45 @@ class _Run:
         Only of the beginning of the order in which nothing is in flight: short texts are finished first,
         so all that is finished is no random sample.
         """
-        while self.seen < len(self.drawn) and self.drawn[self.seen].key in self.done | self.aside:
-            self.seen += 1
-        while self.due and self.seen >= self.due[0] and not self.stopped:
+        while self.due and not self.stopped:
+            while self.seen < self.due[0] and self._settled(self.drawn[self.seen]):
+                self.seen += 1
+            if self.seen < self.due[0]:
+                return
             n = self.due.popleft()
-            keys = {s.key for s in self.drawn[:n]} - self.aside
-            rows = _rows(self.store, keys, self.drawn)
-            sizes = Counter(s.stratum for s in self.drawn if s.key not in self.aside)
-            estimate = self.enough.estimate(rows, sizes)
+            gone = {s.key for s in self.drawn[:n]} & self.aside
+            rows = _rows(self.store, {s.key for s in self.drawn[:n]} - gone, self.drawn)
+            estimate = self.enough.estimate(rows, Counter(s.stratum for s in self.drawn if s.key not in gone))
             self.looks.append((len(rows), estimate))
             if self.enough.satisfied(estimate):
                 # What else is finished by now depends on the workers; the answer must not.
-                self.stopped, self.done = True, {s.key for s in self.drawn[:n]} & self.done
+                self.stopped, self.end = True, n
+
+    def _settled(self, source: Source) -> bool:
+        return source.key in self.done or source.key in self.aside
 
     def drive(self, client: Client) -> None:
         """Send files and take in what was done. Raises Lost when the scheduler is."""
         self.done |= self.store.finished() & {s.key for s in self.drawn}  # by workers that we lost sight of
-        waiting = deque(s for s in self.drawn if s.key not in self.done | self.aside)
+        self.aside -= self.done
+        waiting = deque(s for s in self.drawn if not self._settled(s))
+        self.later, self.suspects, self.idle_since = [], deque(), time.monotonic()
         flying: dict[Future, Source] = {}
         with closing(self.bar(total=len(self.drawn), initial=len(self.done | self.aside), desc="measuring",
                               unit="file")) as progress:  # fmt: skip
             try:
-                self.idle_since = time.monotonic()
-                while (waiting or flying) and not self.stopped and self.broken is None:
-                    self._fill(client, waiting, flying)
-                    for future in self._ready(client, flying):
+                while (waiting or flying or self.later or self.suspects) and not self.stopped:
+                    with _asking():
+                        self._fill(client, waiting, flying)
+                        ready = self._ready(client, flying)
+                    for future in ready:
                         self._take(future, flying.pop(future), progress)
                     self.look()
-            except (CommClosedError, CancelledError, OSError, TimeoutError) as err:
-                raise Lost(f"{type(err).__name__}: {err}") from err
+                    if self.broken is not None:
+                        raise self.broken
             finally:
                 if flying and client.status == "running":
-                    client.cancel(list(flying), force=True)
-        if self.broken is not None:
-            raise self.broken
+                    client.cancel(list(flying))
 
     def _check(self, client: Client) -> None:
         """Break off when nobody has been able to work for `patience` seconds."""
@@ -445,40 +525,65 @@ class _Run:
             )  # fmt: skip
 
     def _fill(self, client: Client, waiting: deque[Source], flying: dict[Future, Source]) -> None:
+        now = time.monotonic()
+        waiting.extend(s for when, s in self.later if when <= now)
+        self.later = [(when, s) for when, s in self.later if when > now]
         wanted = max(1, AHEAD * sum(client.nthreads().values()))
         while waiting and len(flying) < wanted:
             source = waiting.popleft()
-            future = client.submit(
-                measure_one, source, self.plan, self.store, pure=False,
-                key=f"measure-{source.key}-{self.store.plan[:8]}", retries=self.retries,
-            )  # fmt: skip
-            flying[future] = source
+            flying[self._send(client, source)] = source
+        if self.suspects and not (waiting or flying or self.later):
+            source = self.suspects.popleft()
+            self.alone.add(source.key)
+            flying[self._send(client, source)] = source
+
+    def _send(self, client: Client, source: Source) -> Future:
+        # A key of its own for every try: Dask would answer an old one with what it remembers, an error too.
+        key = f"measure-{source.key}-{uuid4().hex[:8]}"
+        return client.submit(measure_one, source, self.plan, self.store, pure=False, key=key)
 
     def _ready(self, client: Client, flying: dict[Future, Source]) -> list[Future]:
         """Futures that have ended; none if nothing did for a while."""
+        pause = min(POLL, self.patience)
+        if self.later:
+            pause = min(pause, max(0.0, min(when for when, _ in self.later) - time.monotonic()) + 0.01)
+        if not flying:
+            time.sleep(pause)
+            return []
         try:
-            pause = min(POLL, self.patience)
-            return list(wait(list(flying), timeout=pause, return_when="FIRST_COMPLETED").done)
+            ended = list(wait(list(flying), timeout=pause, return_when="FIRST_COMPLETED").done)
         except TimeoutError:
             self._check(client)
             return []
+        self.idle_since = time.monotonic()
+        return ended
 
     def _take(self, future: Future, source: Source, progress: tqdm) -> None:
-        if future.status == "finished":
+        with _asking():
+            status, error = future.status, future.exception() if future.status == "error" else None
+        if status == "finished":
             self.done.add(source.key)
-        elif future.status == "error":
-            error = future.exception()
-            told = (error.error, error.kind) if isinstance(error, UnreadFile) else None
-            if isinstance(error, KilledWorker):
-                told = (f"{source.file}: every worker that read it died ({error})", DEADLY)
-            if told is None:  # the disk, the draft, or a bug: not this file's own fault
-                self.broken = error
-                return
-            self.store.set_aside(source, *told)
-            self.aside.add(source.key)
-            progress.set_postfix_str(f"{len(self.aside)} set aside")
-        else:
-            raise Lost(f"a task is {future.status}")
+            progress.update()
+        elif status != "error":
+            raise Lost(f"a task is {status}")
+        elif isinstance(error, UnreadFile):
+            self.tries[source.key] += 1
+            if (n := self.tries[source.key]) <= self.retries:
+                self.later.append((time.monotonic() + PAUSE * 2 ** min(n - 1, 5), source))
+            else:
+                self._set_aside(source, error.error, error.kind, progress)
+        elif isinstance(error, KilledWorker) and source.key not in self.alone:
+            self.suspects.append(source)  # the file, or one that the dead workers had beside it
+        elif isinstance(error, KilledWorker):
+            said = f"{source.file}: every worker that read it died, with nothing beside it ({error})"
+            self._set_aside(source, said, DEADLY, progress)
+        else:  # the disk, the draft, or a bug: not this file's own fault
+            self.broken = error
+
+    def _set_aside(self, source: Source, error: str, kind: str, progress: tqdm) -> None:
+        self.store.set_aside(source, error, kind)
+        self.aside.add(source.key)
+        progress.set_postfix_str(f"{len(self.aside)} set aside")
         progress.update()
 
 
@@ -500,8 +605,8 @@ def connect(scheduler: Client | str, patience: float = PATIENCE) -> Iterator[Cli
     if isinstance(scheduler, Client):
         yield scheduler
         return
-    if scheduler.startswith(LOCAL):
-        with local_cluster(_workers(scheduler)) as client:
+    if (workers := _workers(scheduler)) is not None:
+        with local_cluster(workers) as client:
             yield client
         return
     try:
@@ -517,7 +622,10 @@ def connect(scheduler: Client | str, patience: float = PATIENCE) -> Iterator[Cli
         client.close()
 
 
-def _workers(scheduler: str) -> int:
+def _workers(scheduler: str) -> int | None:
+    """Processes that "local" or "local:N" asks for; None for an address."""
+    if scheduler.split(":")[0] != LOCAL:
+        return None
     number = scheduler.removeprefix(LOCAL).removeprefix(":") or str(os.cpu_count() or 1)
     if not number.isdecimal() or int(number) < 1:
         raise ClusterError(
@@ -536,15 +644,21 @@ def local_cluster(workers: int, memory: str | float = "auto", **options) -> Iter
         options: more of `LocalCluster`'s.
     """
     threads = str(max(1, torch.get_num_threads() // workers))
-    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ |= dict.fromkeys(names, threads)  # a nanny starts workers with this process's environment
     settings = {
         "dashboard_address": "127.0.0.1:0", "memory_limit": memory,
         "silence_logs": logging.CRITICAL,  # what fails is in the result; the rest is no news to a reader
         **options,
     }  # fmt: skip
-    with (
-        dask.config.set({"distributed.nanny.pre-spawn-environ": env}),
-        LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, **settings) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+    try:
+        with (
+            LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, **settings) as cluster,
+            Client(cluster) as client,
+        ):
+            yield client
+    finally:
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+        for name in (n for n, value in before.items() if value is None):
+            os.environ.pop(name, None)

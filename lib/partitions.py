@@ -20,6 +20,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from uuid import uuid4
 
 import fsspec
 import pandas as pd
@@ -183,7 +184,7 @@ class Store:
             if not isinstance(fs, LocalFileSystem):
                 fs.pipe_file(path, blob)  # an object store shows what was put whole, or not at all
                 return
-            unfinished = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}"
+            unfinished = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{uuid4().hex}"
             try:
                 fs.pipe_file(unfinished, blob)
                 os.replace(unfinished, path)

@@ -4,6 +4,10 @@ Files are the unit that is drawn; every quantity is a ratio of two sums over fil
 tokens over rounds, norms over positions). Source of the formulas: Cochran, *Sampling Techniques* (3rd ed.,
 1977), the combined ratio estimator in stratified sampling (6.11) with its finite population correction, so
 that the interval closes when every file is measured; strata of fewer than two measured files are joined.
+
+The interval is as good as its model: in simulations 95 % intervals held the truth in 93 to 98 % of samples of
+even traffic (`tests/test_sampling.py`), after a rule stopped in 90 % or more; files of very uneven rates and
+small samples can do worse.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ def stratified(
     Args:
         numerator, denominator, strata: of n measured files.
         sizes: stratum -> files in the population.
-        level: of the interval (Student's t, n less the number of strata degrees of freedom).
+        level: of the interval (Student's t; a degree of freedom for every file but one of each stratum that
+            is not measured completely).
 
     Raises MetricError for files of a stratum that `sizes` lacks, or more of them than it has.
     """
@@ -74,6 +79,9 @@ def stratified(
                 remedy="count every file of the population, measured or not",
             )  # fmt: skip
     small = {name for name in sizes if drawn[name] < 2 and drawn[name] < sizes[name]}
+    joined = sum(drawn[name] for name in small)
+    if small and joined < 2 and (others := [name for name in sizes if name not in small]):
+        small.add(min(others, key=sizes.__getitem__))  # one stray stratum must not keep all the rest open
     label = np.array([JOINED if s in small else s for s in strata], dtype=object)
     total: dict[str, int] = defaultdict(int)
     for name, size in sizes.items():
@@ -94,7 +102,7 @@ def stratified(
         rest = y[mine] - value * x[mine]
         if n > 1:
             variance += size**2 * (1 - n / size) * rest.var(ddof=1) / n
-    freedom = len(y) - len(shares)
+    freedom = sum(int(mine.sum()) - 1 for mine, size in shares if int(mine.sum()) < size)
     width = 0.0
     if variance > 0:
         if freedom < 1:
@@ -143,7 +151,7 @@ class Enough:
         quantity: "accuracy" (in-vocab, depth 0), "tokens per round" (bonus included, at the plan's full
             depth), or "norm TAP" (mean, all positions).
         half_width: wanted, in the quantity's own unit.
-        first: files before the first look. level: of the interval.
+        first: files before the first look, `FEWEST` at least. level: of the interval.
     """
 
     quantity: str
@@ -154,7 +162,7 @@ class Enough:
 
     def looks(self, population: int) -> list[int]:
         """Numbers of finished files at which the rule is asked."""
-        found, n = [], max(2, self.first)
+        found, n = [], max(FEWEST, self.first)
         while n < population:
             found.append(n)
             n = max(n + 1, math.ceil(n * self.growth))
@@ -198,4 +206,9 @@ def amounts(rows: pd.DataFrame, quantity: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _of(rows: pd.DataFrame, column: str, depth: int) -> np.ndarray:
     """One depth of the first wiring's sums."""
+    if any(not len(wirings) for wirings in rows[column]):
+        raise MetricError(
+            "amounts", column, expected="a wiring in the plan", found="norms alone",
+            remedy="name the taps of a wiring in the plan, or ask for 'norm TAP'",
+        )  # fmt: skip
     return np.array([wirings[0][depth] for wirings in rows[column]], float)

@@ -5,13 +5,15 @@ projections (`draft.Batch`), so 24 orders of 3 of 4 taps need 12 products, not 7
 
 A race evaluates candidates on growing, disjoint groups of conversations and drops those that are
 clearly behind the leader, paired by conversation (Student's t, one-sided, Bonferroni over the
-candidates). The last two run through everything: the winner is confirmed, with its gap.
+candidates; a spread no smaller than is usual among them). The last two run through everything: the
+winner is confirmed, with its gap.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,7 +163,7 @@ def race(
     contracts: Sequence[Contract],
     *,
     error: float = 0.01,
-    first: int = 4,
+    first: int = 2,
     seed: int = 5,
 ) -> Sweep:
     """The same winner for a fraction of the work.
@@ -175,7 +177,7 @@ def race(
     return _Runner(forward, captures, contracts).race(error, first, seed)
 
 
-def replay(known: Sweep, *, error: float = 0.01, first: int = 4, seed: int = 5) -> Sweep:
+def replay(known: Sweep, *, error: float = 0.01, first: int = 2, seed: int = 5) -> Sweep:
     """The race over scores that an exact sweep has: whom it would have dropped, without the work.
 
     Arguments as in `race`. Raises ContractError if a candidate has not seen every conversation.
@@ -189,7 +191,7 @@ def replay(known: Sweep, *, error: float = 0.01, first: int = 4, seed: int = 5) 
     return _Replay(known).race(error, first, seed)
 
 
-class _Race:
+class _Race(ABC):
     """Scores of C candidates on M conversations, filled in as they are evaluated: at once, or as a race."""
 
     def __init__(self, contracts: Sequence[Contract], conversations: int) -> None:
@@ -225,19 +227,21 @@ class _Race:
             return alive
         score = self.scores[alive][:, seen].sum(1)
         ranked = [alive[i] for i in torch.argsort(score, descending=True, stable=True).tolist()]
-        limit = float(student.ppf(1 - threshold, n - 1))
-        kept = ranked[:2]
-        for candidate in ranked[2:]:
-            behind = self.scores[ranked[0], seen] - self.scores[candidate, seen]
-            # A few equal differences by luck must not look like certainty: half a nat a text at least.
-            error = max(float(behind.std()), 0.5) * n**0.5
-            if float(behind.sum()) <= limit * error:
-                kept.append(candidate)
-        return kept
+        leader, rest = ranked[0], ranked[2:]
+        if not rest:
+            return ranked
+        behind = self.scores[leader, seen] - self.scores[rest][:, seen]  # (R, n)
+        own = behind.std(1)
+        # A few differences can be equal by luck: no spread is believed that is smaller than what is usual
+        # among the candidates, nor than half a nat a text. So all of them speak for it.
+        spread = own.clamp(min=max(float(own.median()), 0.5))
+        limit = float(student.ppf(1 - threshold, (n - 1) * len(rest)))
+        stays = (behind.sum(1) <= limit * n**0.5 * spread).tolist()
+        return ranked[:2] + [c for c, kept in zip(rest, stays, strict=True) if kept]
 
+    @abstractmethod
     def _evaluate(self, candidates: Sequence[int], conversations: Sequence[int]) -> None:
         """Fill in the scores of these candidates on these conversations."""
-        raise NotImplementedError
 
     def _result(self) -> Sweep:
         return Sweep(tuple(self.contracts), self.hits, self.scores, self.counts, self.seen)

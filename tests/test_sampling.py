@@ -74,9 +74,15 @@ def test_a_ratio_worked_by_hand():
     assert e.half_width == pytest.approx(8**0.5 / 16)
 
 
-def test_strata_with_one_file_are_joined_and_unseen_ones_keep_it_open():
+def test_strata_with_one_file_are_joined_and_strays_go_with_the_smallest():
     e = stratified([1, 2, 1], [2, 4, 3], ["a", "a", "b"], {"a": 10, "b": 5, "c": 5})
-    assert e.value != e.value and e.half_width == float("inf"), "one file for b and c says nothing of spread"
+    assert e.strata == 1 and 0 < e.half_width < float("inf"), "one file for b and c says nothing of spread"
+    y, x = [1, 2, 1, 2], [2, 4, 3, 3]
+    stray = stratified(y, x, ["a", "a", "b", "b"], {"a": 10, "b": 50, "stray": 1})
+    assert stray == stratified(y, x, ["a", "a", "b", "b"], {"a": 11, "b": 50}), (
+        "an unseen stratum of one file"
+    )
+    assert stratified([1], [2], ["a"], {"a": 10, "b": 5}).half_width == float("inf"), "one file in all"
     e = stratified([1, 2, 1, 2], [2, 4, 3, 3], ["a", "a", "b", "c"], {"a": 10, "b": 5, "c": 5})
     assert e.strata == 2 and 0 < e.half_width < float("inf")
     whole = stratified([1, 2, 1], [2, 4, 3], ["a", "a", "b"], {"a": 2, "b": 1})
@@ -132,15 +138,18 @@ def test_quantities_of_rows():
     assert Enough("norm layer3", 0.1).estimate(rows, {"a": 100}).value == pytest.approx(30.5)
     y, x = amounts(rows, "accuracy")
     assert (x == 50).all() and y.sum() == sum(w[0][0] for w in rows["in_vocab_hits"])
+    with pytest.raises(MetricError, match="a wiring in the plan"):
+        amounts(rows.assign(in_vocab_hits=[[]] * 20), "accuracy")
     for wrong in ("speed", "norm layer9"):
         with pytest.raises(MetricError, match="'norm TAP' with a tap of"):
             amounts(rows, wrong)
 
 
 def test_the_rule_stops_when_the_interval_is_narrow_and_looks_rarely():
-    rule = Enough("accuracy", half_width=0.02, first=10)
+    rule = Enough("accuracy", half_width=0.02, first=15)
+    assert Enough("accuracy", 0.02, first=3).looks(100)[0] == FEWEST
     looks = rule.looks(1000)
-    assert looks[0] == 10 and len(looks) < 20
+    assert looks[0] == 15 and len(looks) < 20
     assert all(b >= 1.29 * a for a, b in pairwise(looks))
     found = {n: rule.satisfied(rule.estimate(rows_of(n), {"a": 1000})) for n in (10, 400)}
     assert found == {10: False, 400: True}
