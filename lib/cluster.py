@@ -53,7 +53,7 @@ from lib.parts import Part, digest, file_key, writing
 from lib.sampling import Enough, Estimate, drawing_order
 
 RETRIES = 2  # more tries of a file that cannot be read: it may be on its way, or the network was
-PAUSE = 2.0  # seconds before the first of them; twice as long before each next one
+PAUSE = 1.0  # seconds before the first of them; twice as long before each next one
 AHEAD = 3  # tasks that a worker's thread has at hand, so that it never waits and a scheduler never drowns
 PATIENCE = 300.0  # seconds that a scheduler, or every worker, may be away
 VAIN = 5  # times that a scheduler may be lost without one file in between
@@ -349,8 +349,7 @@ def measure(
     began = time.perf_counter()
     places = {n: _local(p) for n in ("draft", "target", "loss_masks") if (p := getattr(plan, n))}
     plan = replace(plan, **places)
-    # What is wrong with the draft is said here, not by every worker; this machine may lack their device.
-    fingerprint = Tools(replace(plan, device="cpu")).with_plan(plan).fingerprint
+    fingerprint = _checked(plan)
     store = Store(str(out) if is_remote(out) else _local(str(out)), fingerprint, whole)
     store.describe(plan)
     drawn = tuple(drawing_order(files, seed) if enough else files)
@@ -379,6 +378,18 @@ def measure(
         store, drawn, frozenset(run.done & keys), run.resumed, store.failed(keys - run.done),
         tuple(run.looks), time.perf_counter() - began,
     )  # fmt: skip
+
+
+_sound: set[str] = set()
+
+
+def _checked(plan: Plan) -> str:
+    """The plan's fingerprint. What is wrong with its draft is said here, once, and not by every worker."""
+    if (found := plan.fingerprint()) not in _sound:
+        # This machine may lack the workers' device.
+        found = Tools(replace(plan, device="cpu")).with_plan(plan).fingerprint
+        _sound.add(found)
+    return found
 
 
 def fill(
