@@ -47,12 +47,14 @@ FORWARD, WINNER = "draft_forward", "share with the exact winner"
 # Text, aim, record, and the keys in it; "*" stands for the shape, a row without it has one column for both.
 ROWS: tuple[tuple[str, Aim | None, str, tuple[str, ...]], ...] = (
     ("scoring, ours / its matrix products alone", at_most(1.3), FORWARD, ("*", "step 0", "ours / floor")),
+    ("scoring, speculators / the same products", None, FORWARD, ("*", "step 0", "speculators / floor")),
     ("scoring, speculators (at all positions) / ours", at_least(1.6), FORWARD,
      ("*", "step 0", "speculators / ours")),
     ("scoring at all positions, speculators / ours", None, FORWARD,
      ("*", "step 0", "speculators / ours, all positions")),
     ("scoring, SpecForge (at all positions) / ours", None, FORWARD, ("*", "step 0", "SpecForge / ours")),
     ("8 depths, ours / their matrix products alone", None, FORWARD, ("*", "depths", "ours / floor")),
+    ("8 depths, speculators / the same products", None, FORWARD, ("*", "depths", "speculators / floor")),
     ("8 depths, speculators (at all positions) / ours", at_least(2.5), FORWARD,
      ("*", "depths", "speculators / ours")),
     ("8 depths at all positions, speculators / ours", None, FORWARD,
@@ -124,7 +126,8 @@ def readme_block(read: Callable[[str], Any]) -> str:
         cells = [cell(found(record, tuple(s if k == "*" else k for k in keys)), aim) for s in shapes]
         # Live decoding needs a target: there is one at the sample's size only. Memory has a size of its own.
         lines.append(f"| {text} | {aim or ''} | {' | '.join(cells + [''] * (2 - len(cells)))} |")
-    machines = {m for name in {row[2] for row in ROWS} for m in machines_of(read(name))}
+    # Without the dtype at the end: rows differ in it.
+    machines = {m.rpartition(", ")[0] for name in {row[2] for row in ROWS} for m in machines_of(read(name))}
     lines += [
         "",
         f"Median and range of ratios, run by run; -: not measured. {'; '.join(sorted(machines))}".rstrip(),
