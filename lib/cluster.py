@@ -47,8 +47,8 @@ from lib.captures import IGNORED, IGNORED_FOLDERS
 from lib.errors import CaptureError, ClusterError
 from lib.evaluate import DEADLY, Plan, Tools, Totals, evaluate_file, merge, part_file
 from lib.inputs import listed_files, pair_up
-from lib.norms import TapNorms
-from lib.partitions import Source, Store, bucket, merge_norms, to_row
+from lib.norms import TapNorms, merge_norms
+from lib.partitions import Source, Store, bucket, to_row
 from lib.parts import Part, digest, file_key, writing
 from lib.sampling import Enough, Estimate, drawing_order
 
@@ -164,7 +164,7 @@ def _name(file: PurePath, place: str) -> str:
 
 
 class UnreadFile(Exception):
-    """A file that could not be measured; Dask tries the task again. Holds the error and its kind."""
+    """A file that could not be measured; the driver tries it again. Holds the error and its kind."""
 
     def __init__(self, error: str, kind: str) -> None:
         self.error, self.kind = error, kind

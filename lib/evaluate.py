@@ -30,7 +30,7 @@ from lib.contract import Contract, Source
 from lib.draft import DraftForward, Predictions
 from lib.errors import CaptureError, MetricError, WorkbookError
 from lib.metric_table import Evidence, TargetSide, evidence
-from lib.norms import TapNorms, norm_statistics
+from lib.norms import TapNorms, merge_norms, norm_statistics
 from lib.parts import COLUMNS, SUMS, VERSION, Part, Rollout, digest, file_key, model_stamp, stamp
 from lib.taps import Stored, Tap, parse_tap
 from lib.target_head import TargetHead, load_target_head
@@ -406,8 +406,7 @@ def merge(parts: Iterable[Part]) -> Totals:
         )  # fmt: skip
     norms: dict[str, TapNorms] = {}
     for part in read:
-        for tap, one in part.norms.items():
-            norms[tap] = norms[tap].merge(one) if tap in norms else one
+        norms = merge_norms(norms, part.norms)
     return Totals(read, tuple(p for p in parts if p.error), norms)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -145,6 +146,11 @@ def sink_mask(norms: Tensor) -> Tensor:
     return norms > SINK_FACTOR * norms.median()
 
 
+def merge_norms(a: Mapping[Any, TapNorms], b: Mapping[Any, TapNorms]) -> dict[Any, TapNorms]:
+    """Statistics per tap of both."""
+    return {**a, **{tap: a[tap].merge(one) if tap in a else one for tap, one in b.items()}}
+
+
 def norm_statistics(
     captures: Iterable[Capture], taps: Sequence[Tap | Stored | str] | None = None
 ) -> dict[Tap | Stored | str, TapNorms]:
@@ -159,9 +165,8 @@ def norm_statistics(
     lengths: Counter[Tap | Stored | str] = Counter()
 
     def put(tap: Tap | Stored | str) -> None:
-        one = TapNorms.of_texts(waiting.pop(tap))
+        total.update(merge_norms(total, {tap: TapNorms.of_texts(waiting.pop(tap))}))
         lengths[tap] = 0
-        total[tap] = total[tap].merge(one) if tap in total else one
 
     for capture in captures:
         for tap in taps if taps is not None else capture.readers:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from uuid import uuid4
+from pathlib import Path
 
 import fsspec
 import pandas as pd
@@ -30,8 +30,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from lib.evaluate import Plan
-from lib.norms import TapNorms
-from lib.parts import SUMS, Part, writing
+from lib.norms import TapNorms, merge_norms
+from lib.parts import SUMS, Part, write_whole, writing
 
 COUNTS = pa.list_(pa.int64())
 SCHEMA = pa.schema(
@@ -179,18 +179,12 @@ class Store:
 
     def _write(self, path: str, blob: bytes) -> None:
         fs, _ = self._place
+        if isinstance(fs, LocalFileSystem):
+            write_whole(Path(path), blob)
+            return
         with writing(path):
             fs.makedirs(os.path.dirname(path), exist_ok=True)
-            if not isinstance(fs, LocalFileSystem):
-                fs.pipe_file(path, blob)  # an object store shows what was put whole, or not at all
-                return
-            unfinished = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{uuid4().hex}"
-            try:
-                fs.pipe_file(unfinished, blob)
-                os.replace(unfinished, path)
-            finally:
-                if fs.exists(unfinished):
-                    fs.rm_file(unfinished)
+            fs.pipe_file(path, blob)  # an object store shows what was put whole, or not at all
 
 
 def bucket(key: str) -> str:
@@ -201,11 +195,6 @@ def bucket(key: str) -> str:
     return f"b{key[:2]}"
 
 
-def merge_norms(a: dict[str, TapNorms], b: dict[str, TapNorms]) -> dict[str, TapNorms]:
-    """Statistics per tap of both."""
-    return a | {tap: a[tap].merge(one) if tap in a else one for tap, one in b.items()}
-
-
 def to_row(part: Part, source: Source, *, size: int, seconds: float, worker: str, whole: bool) -> dict:
     """The row of a part.
 
@@ -214,7 +203,7 @@ def to_row(part: Part, source: Source, *, size: int, seconds: float, worker: str
         whole: keep what is there per position too (a report needs it), not sums and norms alone.
     """
     norms = Part(part.plan, part.file, part.name, norms=part.norms)
-    rest = replace(part, norms={}) if whole else _sums_alone(replace(part, norms={}))
+    rest = replace(part if whole else _sums_alone(part), norms={})
     parts = [n.parts for n in part.norms.values()]
     return {
         "key": source.key, "file": source.file, "stratum": source.stratum, "bytes": size,

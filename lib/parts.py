@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from datasketches import tdigest_double
@@ -135,15 +136,8 @@ class Part:
         return Part.from_bytes, (self.to_bytes(),)
 
     def save(self, path: Path) -> None:
-        """Write under another name first: a file of this name is always whole. Raises ReportError."""
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                unfinished.write_bytes(self.to_bytes())
-                os.replace(unfinished, path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        """Write to this file, as `write_whole` does."""
+        write_whole(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> Part | None:
@@ -167,6 +161,18 @@ def writing(path: str | Path) -> Iterator[None]:
             path, "file", expected="a place that can be written", found=str(err)[:300],
             remedy="make room or correct the rights, or name another folder (OUT=...)",
         ) from err  # fmt: skip
+
+
+def write_whole(path: Path, blob: bytes) -> None:
+    """Write under another name first: a file of this name is always whole. Raises ReportError."""
+    unfinished = path.with_name(f".{path.name}.{uuid4().hex}")  # processes of other machines share numbers
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_bytes(blob)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 # ---- keys: what makes a part the one of this file, these models and this plan ---------------------

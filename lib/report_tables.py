@@ -17,7 +17,7 @@ from lib.compare import check_report, read_report
 from lib.errors import ReportError
 from lib.evaluate import Totals
 from lib.metrics import Ratio
-from lib.parts import writing
+from lib.parts import write_whole
 from lib.request import Request, is_local
 
 # What makes two requests two reports; files, depths, costs and device may differ in one.
@@ -89,11 +89,9 @@ class Report:
         folder = Path(folder) if folder else Request(**self.data["request"]).folder
         check_report(self.data, folder / "report.json")
         check_place(self.data["request"], folder)
-        path, unfinished = folder / "report.json", folder / ".report.json.part"
-        with writing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            unfinished.replace(path)
+        path = folder / "report.json"
+        text = json.dumps(self.data, indent=1, allow_nan=False) + "\n"
+        write_whole(path, text.encode())
         return path
 
     @property

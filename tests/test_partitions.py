@@ -13,8 +13,8 @@ import torch
 
 from lib.errors import ReportError
 from lib.evaluate import Plan, Tools, evaluate_file
-from lib.norms import PARTS
-from lib.partitions import LIGHT, SCHEMA, Source, Store, bucket, merge_norms, to_row
+from lib.norms import PARTS, merge_norms
+from lib.partitions import LIGHT, SCHEMA, Source, Store, bucket, to_row
 from lib.parts import COLUMNS, SUMS, Part, file_key
 from tests.support import random_capture_tensors, speculators_draft, tiny_llama, write_legacy
 
