@@ -60,7 +60,7 @@ CLEAR, NOTHING = 0.02, (0.002, 0.02)  # accuracy; accuracy and tokens a round
 FULL, HEADLESS = "full", "no head"
 DRAWN = 2026  # of the pairs
 # In which order the faults of a pair are planted: what replaces texts and files before what edits them.
-PARTS = ("text", "states", "mask", "weights", "maps", "norms", "rotary", "wiring", "config", "training")
+PARTS = ("training", "text", "states", "mask", "weights", "maps", "norms", "rotary", "wiring", "config")
 REPLACES_DRAFT = ("inner_targets", "control_other_draft")  # planted on (a), which they replace
 
 
@@ -322,7 +322,8 @@ def version() -> str:
     Taken once, at the start: a worker goes on with the code that it has loaded.
     """
     files = sorted((ROOT / "lib").glob("prob*.py"))
-    files += [ROOT / "lib" / f"{n}.py" for n in ("candidates", "diagnosis", "gains", "search", "worth")]
+    others = ("candidates", "diagnosis", "gains", "mending", "search", "worth")
+    files += [ROOT / "lib" / f"{n}.py" for n in others]
     return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
 
 

@@ -184,6 +184,11 @@ class Capture:
         readers = {tap: (lambda read=read: change(read())) for tap, read in self.readers.items()}
         return replace(self, readers=readers)
 
+    def with_state(self, tap: Tap | Stored | str, change: Callable[[Tensor], Tensor]) -> Capture:
+        """The same conversation with one state passed through `change` when read."""
+        read = self.readers[tap]
+        return replace(self, readers={**self.readers, tap: lambda: change(read())})
+
     def with_final(self, other: Capture) -> Capture:
         """Add the final state of another capture of the same tokens (the incident stored none)."""
         if not torch.equal(self.token_ids, other.token_ids):

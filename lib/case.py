@@ -69,6 +69,7 @@ class Finding:
         accuracy: (before, after) in-vocab accuracy at depth 0; None if the fix cannot be tried here.
         tokens: (before, after) tokens per round, bonus included; None likewise.
         fix: the contract or draft after the fix, for peeling; None if it cannot be tried here.
+        sure: of a suspicion, one with a `fix`: it stands by itself where no search can try the fix.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Finding:
     accuracy: tuple[float, float] | None = None
     tokens: tuple[float, float] | None = None
     fix: Contract | Draft | None = field(default=None, repr=False, compare=False)
+    sure: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
     case, remarks = settle_names(case)
     view = View(case)
     suspects, seen, not_run = run_probes(view, [name for name in PROBES if name not in LAST])
+    case = view.case  # with what stops a search mended, where that was little
     peel = _Peel(case, view, suspects, level, seed)
     if view.stop:
         not_run["search"] = view.stop
@@ -70,7 +71,7 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
     peel.suspects = suspects + learned
     not_run |= not_run_last
     findings, unconfirmed = peel.findings()
-    remarks += [*seen, *seen_last, *unconfirmed]
+    remarks += [*seen, *seen_last, *unconfirmed, *_mended(view)]
     numbers = dict(peel.numbers)
     if findings:
         verdict, because = "fault", "; ".join(sentence(f) for f in findings)
@@ -88,7 +89,9 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
             f"Nothing among {numbers['tried']} changes beats the declared contract: {_worth(peel.now)}, "
             f"{numbers['conversations']} conversations"
         )
-    if case.served is not None and "search" not in not_run:
+    if case.served is not None and view.mended:
+        remarks.append("the engine's counters are not compared: what it served is not what was mended here")
+    elif case.served is not None and "search" not in not_run:
         engine, line, finding = engine_check(case, peel)
         numbers["engine"] = engine
         if engine and verdict == "healthy":
@@ -99,6 +102,15 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
         else:
             remarks.append(line)
     return Diagnosis(verdict, tuple(findings), tuple(dict.fromkeys(remarks)), not_run, because + ".", numbers)
+
+
+def _mended(view: View) -> list[str]:
+    """What the search did not see as it is on disk."""
+    few = list(view.mended.items())[:4]
+    if not few:
+        return []
+    more = f"; and {len(view.mended) - len(few)} more" if len(view.mended) > len(few) else ""
+    return ["mended for the search: " + "; ".join(f"{k}: {v}" for k, v in few) + more]
 
 
 # ---- names of states nobody named ---------------------------------------------------------------
@@ -173,7 +185,7 @@ class _Peel:
     @property
     def captures(self) -> list[Capture]:
         """Those the search may trust; all that can be read if too few are left."""
-        scored = [c for c in self.view.sound if len(c.scored)]
+        scored = self.view.judged
         trusted = [c for c in scored if c.name not in self.view.off]
         return trusted if len(trusted) >= MIN_TEXTS else scored
 
@@ -284,6 +296,9 @@ class _Peel:
         """One finding per cause, unmeasured ones first, then by worth; and suspicions not confirmed."""
         merged = {f.kind: f for f in self.suspects if f.fix is None}
         confirmed = set()
+        if self.now is None:  # nothing could be tried
+            merged |= {s.kind: s for s in self.suspects if s.sure and s.fix is not None}
+            confirmed |= set(merged)
         measured = self._measured()
         ruined = self.now is not None and self.numbers["before"].accuracy < ALIVE
         ruined = ruined and self.now.accuracy < RUINED
@@ -306,7 +321,7 @@ class _Peel:
             f"suspected: {s.kind} ({'; '.join(s.evidence)}), but the fix gains nothing that is significant"
             for s in self.suspects if s.fix is not None and s.kind not in confirmed
         ]  # fmt: skip
-        if "search" in self.numbers or self.why_not or self.view.stop:
+        if self.now is None:
             remarks = [
                 r.replace("but the fix gains nothing that is significant", "not tested") for r in remarks
             ]

@@ -19,13 +19,14 @@ from lib.captures import FINAL, Capture
 from lib.case import Case, Served
 from lib.checkpoints import Draft
 from lib.contract import Rope, Source
-from lib.taps import Stored, Tap, default_triple
+from lib.mending import FP16_MAX
+from lib.taps import Tap, default_triple
 
 Plant = Callable[[Case, torch.Generator], Case]
 Choice = Callable[[tuple[Tap, ...], Case, torch.Generator], Sequence[Tap]]
 DECLARED = Source("checkpoint", "config.json")  # a planted field looks like any other in the file
 BLOCK = 16  # tokens in a page of an engine's cache (vLLM's default block size)
-FP16_MAX = 65504.0
+OUTLIER = 0.5  # share of the largest activation from which a number is an outlier like it
 DEFAULT_THETA = 10000.0  # of a config class that finds no rope_theta
 
 
@@ -350,12 +351,6 @@ def _captures(case: Case, change: Callable[[Capture, int], Capture]) -> Case:
     return replace(case, captures=tuple(change(c, i) for i, c in enumerate(case.captures)))
 
 
-def _reading(capture: Capture, name: Tap | Stored | str, change: Callable[[Tensor], Tensor]) -> Capture:
-    """The same capture with one of its states changed when it is read."""
-    read = capture.readers[name]
-    return replace(capture, readers={**capture.readers, name: lambda: change(read())})
-
-
 def _rows(capture: Capture, index: Tensor) -> Capture:
     """The same tokens with rows `index` (L,) of every state in place of their own."""
     return capture.with_states(lambda x: x[index])
@@ -365,7 +360,7 @@ def slot_zero(case: Case, rng: torch.Generator) -> Case:
     """Zeros in one of the taps."""
     taps = case.draft.contract.taps
     lost = taps[_draw(rng, len(taps))]
-    return _captures(case, lambda c, _: _reading(c, lost, torch.zeros_like))
+    return _captures(case, lambda c, _: c.with_state(lost, torch.zeros_like))
 
 
 def rotated(case: Case, rng: torch.Generator) -> Case:
@@ -409,15 +404,17 @@ def files_swapped(case: Case, rng: torch.Generator) -> Case:
 
 
 def overflow(case: Case, _rng: torch.Generator) -> Case:
-    """States as an fp16 run leaves them whose largest activations pass 65504: Inf, in the largest tap."""
+    """The largest tap as an fp16 run leaves it whose outliers pass 65504: Inf there."""
     largest = {t: float(case.captures[0].state(t).float().abs().max()) for t in case.draft.contract.taps}
     tap = max(largest, key=largest.__getitem__)
 
     def half(x: Tensor) -> Tensor:
-        scale = max(1.0, 1.25 * FP16_MAX / float(x.float().abs().max()))  # of a target that does overflow
-        return (x.float() * scale).half()
+        size = x.float().abs()
+        # A target that does overflow: its outliers pass the limit, the other numbers are what they are here.
+        over = (size >= min(OUTLIER * float(size.max()), FP16_MAX)) & (size > 0)
+        return torch.where(over, x.float().sign() * torch.inf, x.float()).half()
 
-    return _captures(case, lambda c, _: _reading(c, tap, half))
+    return _captures(case, lambda c, _: c.with_state(tap, half))
 
 
 def bf16(case: Case, _rng: torch.Generator) -> Case:
@@ -451,7 +448,7 @@ def final_normed(case: Case, _rng: torch.Generator) -> Case:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + head.eps) * head.norm.float()
         return wide.to(x.dtype)
 
-    return _captures(case, lambda c, _: _reading(c, FINAL, norm))
+    return _captures(case, lambda c, _: c.with_state(FINAL, norm))
 
 
 def few(case: Case, _rng: torch.Generator) -> Case:

@@ -37,10 +37,10 @@ def readable(view: View) -> Seen:
             first = next(iter(errors.values()))
             yield Finding(
                 kind, "readable", first.field, first.found, after,
-                (f"{len(errors)} of {n} captures: {first}",),
+                (f"{len({name for name, _ in errors})} of {n} captures: {first}",),
             )  # fmt: skip
-    for name, error in view.broken.items():
-        if name not in ids and name not in others:
+    for (name, part), error in view.broken.items():
+        if (name, part) not in ids and (name, part) not in others:
             yield f"{name} could not be used: {error}"
     for error in view.case.unread:
         yield f"not read: {error}"
@@ -64,7 +64,7 @@ def mask(view: View) -> Seen:
             "mask_empty", "mask", "loss_mask", "0 everywhere", "1 on the assistant's tokens",
             (f"all {n} masks are 0 at every position",),
         )  # fmt: skip
-        view.stop = "no position is scored"
+        view.mended["masks"] = "every position scored, as no mask scores any"
         return
     starts = [
         (c.token_ids, int(c.loss_mask.nonzero()[0])) for c in captures
@@ -192,7 +192,7 @@ def _shift(x: Tensor, ref: Tensor, good: Tensor) -> tuple[int, int] | None:
 @probe("files", "captures")
 def files(view: View) -> Seen:
     """Without states to compare with: files in which the draft is far worse than in the others (P8)."""
-    contract, captures = view.case.draft.contract, [c for c in view.sound if len(c.scored)]
+    contract, captures = view.case.draft.contract, view.judged
     usable = all(t in c.readers for c in captures for t in contract.taps)
     if view.reference_tap is not None or len(captures) < 4 or not usable or view.stop:
         return

@@ -125,7 +125,7 @@ def text(view: View) -> Seen:
 def targets(view: View) -> Seen:
     """Does the draft say what the head makes of an inner state, not what the text says? (P8, fault 6)."""
     draft, head = view.case.draft, view.case.head
-    captures = [c for c in view.sound if FINAL in c.readers and c.name not in view.off and len(c.scored)]
+    captures = [c for c in view.judged if FINAL in c.readers and c.name not in view.off]
     contract = draft.contract
     inner = (
         [t for t in captures[0].taps if isinstance(t, Tap) and 0 < t.after_block < head.n_layers]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lib.case import Finding
+from lib.mending import mended_draft
 from lib.probing import NEEDS, Seen, View, probe
 
 ROWS = 512  # rows of a table compared with the target's
@@ -28,14 +29,21 @@ def weights(view: View) -> Seen:
     for i, layer in enumerate(draft.layers):
         tensors |= {f"layers.{i}.{k}": v for k, v in vars(layer).items()}
     tensors = {k: v for k, v in tensors.items() if isinstance(v, Tensor)}
+    broken: list[str] = []
     for name, x in tensors.items():
         if not bool(torch.isfinite(x.sum(dtype=torch.float64))):
-            view.stop = f"{name} is not finite"
+            broken.append(name)
             yield Finding("weights_nonfinite", "weights", name, "NaN or Inf", "finite numbers",
                           (f"{int((~torch.isfinite(x)).sum())} of {x.numel()} numbers",))  # fmt: skip
         elif not bool(x.any()) and not name.endswith("bias"):
             yield Finding("layer_unloaded", "weights", name, "zero", "trained weights",
                           (f"all {x.numel()} numbers are 0",))  # fmt: skip
+    if broken:
+        mended, what = mended_draft(draft)
+        if what:
+            view.mended["weights"], view.case = what, replace(view.case, draft=mended)
+        else:
+            view.stop = f"{', '.join(broken)} is not finite"
     if draft.fc is not None:
         blocks = [float(b.float().norm()) for b in draft.fc.chunk(draft.n_slots, 1)]
         for i, size in enumerate(blocks):
@@ -99,15 +107,27 @@ def embedding(view: View) -> Seen:
 def lm_head(view: View) -> Seen:
     """Rows of lm_head that are the target's bit by bit: overwritten, or never trained (P1)."""
     draft, table = view.case.draft, view.case.head.lm_head
-    ids = draft.to_target(torch.arange(draft.draft_vocab), "offset")
-    if draft.draft_vocab == draft.target_vocab or int(ids.min()) < 0 or int(ids.max()) >= len(table):
+    if draft.draft_vocab == draft.target_vocab:
         return
-    same = int((table[ids].to(draft.lm_head.dtype) == draft.lm_head).all(-1).sum())
+    rows = torch.arange(draft.draft_vocab)
+    ids = draft.to_target(rows, "offset")
+    inside = int(ids.min()) >= 0 and int(ids.max()) < len(table)
+    if not inside or not bool(_equal(table, ids[:ROWS], draft.lm_head[:ROWS]).all()):
+        # The map may be wrong as well: rows of the target that they resemble, whatever it says.
+        rows, ids = _sample(view)
+        if ids is None:
+            return
+    same = int(_equal(table, ids, draft.lm_head[rows]).sum())
     if same > 0.99 * len(ids):
         yield Finding(
             "lm_head_overwritten", "lm_head", "lm_head", "the target's rows", "the draft's own",
             (f"{same} of {len(ids)} rows equal the target's bit by bit: training would have moved them",),
         )  # fmt: skip
+
+
+def _equal(table: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """(n,) rows that equal those of the target bit by bit."""
+    return (table[ids].to(rows.dtype) == rows).all(-1)
 
 
 # ---- vocabulary maps ----------------------------------------------------------------------------
@@ -128,8 +148,10 @@ def vocabulary_map(view: View) -> Seen:
         after = (
             "rebuilt from t2d" if fix is not None and _whole_t2d(draft) else "rebuilt from rows of lm_head"
         )
-        yield Finding(kind, "map", "d2t", "as stored",
-                      after if fix else "the map of the training run", (why,), fix=fix)  # fmt: skip
+        # Not ascending is odd, not impossible; the others contradict the file itself.
+        sure = kind != "d2t_permuted"
+        yield Finding(kind, "map", "d2t", "as stored", after if fix else "the map of the training run",
+                      (why,), fix=fix, sure=sure)  # fmt: skip
 
 
 def map_doubt(view: View) -> tuple[str, str]:
@@ -185,14 +207,23 @@ def _resembled(view: View, rows: Tensor) -> Tensor | None:
     return ids if float(best.median()) > 0.5 and len(ids.unique()) > 0.9 * len(ids) else None
 
 
+def _sample(view: View) -> tuple[Tensor, Tensor | None]:
+    """Some rows of lm_head, and the target's rows that they resemble most; None if they resemble none."""
+    if "sample" not in view.shared:
+        n = view.case.draft.draft_vocab
+        at = torch.linspace(0, n - 1, min(ROWS, n)).long()
+        view.shared["sample"] = at, _resembled(view, at)
+    return view.shared["sample"]
+
+
 @probe("map rows", "width")
 def map_rows(view: View) -> Seen:
     """Rows of lm_head start as the target's: do they resemble the rows that d2t names? (P2, fault 22)."""
     draft = view.case.draft
     if draft.d2t is None or draft.draft_vocab == draft.target_vocab:
         return
-    at = torch.linspace(0, draft.draft_vocab - 1, min(ROWS, draft.draft_vocab)).long()
-    like, named = _resembled(view, at), draft.to_target(at, "offset")
+    at, like = _sample(view)
+    named = draft.to_target(at, "offset")
     if like is None:
         yield "rows of lm_head resemble no rows of the target's: a stale map cannot be seen in them"
         return
@@ -207,5 +238,5 @@ def map_rows(view: View) -> Seen:
         doubt or ("d2t_permuted" if same_set else "d2t_stale"), "map rows", "d2t", "as stored",
         "rebuilt from rows of lm_head",
         (f"{agree} of {len(at)} rows of lm_head resemble the target row that d2t names most",),
-        fix=None if ids is None else replace(draft, d2t=ids - rows),
+        fix=None if ids is None else replace(draft, d2t=ids - rows), sure=True,
     )  # fmt: skip

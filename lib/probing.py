@@ -11,14 +11,16 @@ Axes: L positions, H hidden, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
 from lib.captures import FINAL, Capture
 from lib.case import Case, Finding
 from lib.errors import WorkbookError
+from lib.mending import mended_capture
 from lib.taps import Tap
 
 Seen = Iterator["Finding | str"]
@@ -66,24 +68,35 @@ class View:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.broken: dict[str, WorkbookError] = {}  # capture -> why it cannot be used
+        self.broken: dict[tuple[str, str], WorkbookError] = {}  # (capture, field) -> why it cannot be used
         self.off: dict[str, str] = {}  # capture -> what is wrong with its rows
+        self.mended: dict[str, str] = {}  # what a search would stumble over -> what was put in its place
+        self.shared: dict[str, object] = {}  # what two probes compute, by a name of theirs
         self.stop = ""  # why a search would mislead
 
     @cached_property
     def sound(self) -> list[Capture]:
-        """Captures whose ids and states can all be read; errors of the others go into `broken`."""
-        kept = []
+        """Captures whose ids and states can all be used, if need be mended; errors go into `broken`."""
+        kept, vocab = [], self.case.draft.embed.shape[0]
         for capture in self.case.captures:
-            try:
-                capture.check_vocab(self.case.draft.embed.shape[0], str(self.case.draft.path))
-                for name in capture.readers:
-                    capture.state(name)
-            except WorkbookError as err:
-                self.broken[capture.name] = err
-            else:
+            checks = [partial(capture.check_vocab, vocab, str(self.case.draft.path))]
+            checks += [partial(capture.state, name) for name in capture.readers]
+            errors = [e for check in checks if (e := _refusal(check)) is not None]
+            self.broken |= {(capture.name, e.field): e for e in errors}
+            if not errors:
                 kept.append(capture)
+            elif (mended := mended_capture(capture, vocab)) is not None:
+                kept.append(mended[0])
+                self.mended[capture.name] = mended[1]
         return kept
+
+    @property
+    def judged(self) -> list[Capture]:
+        """Sound captures with scored positions: of all masks empty, every position is scored."""
+        scored = [c for c in self.sound if len(c.scored)]
+        if not scored and self.sound and not any(bool(c.loss_mask.any()) for c in self.sound):
+            scored = [replace(c, loss_mask=torch.ones_like(c.loss_mask)) for c in self.sound]
+        return scored
 
     @cached_property
     def reference_tap(self) -> Tap | None:
@@ -117,6 +130,15 @@ class View:
         """A few sound captures with a final state."""
         usable = [c for c in self.sound if FINAL in c.readers and c.name not in self.off]
         return [c for c in usable if c.loss_mask[1:].any()][:FEW]
+
+
+def _refusal(check: Callable[[], object]) -> WorkbookError | None:
+    """The error that a check raises, if it does."""
+    try:
+        check()
+    except WorkbookError as err:
+        return err
+    return None
 
 
 def run_probes(view: View, names: Iterable[str] = ()) -> tuple[list[Finding], list[str], dict[str, str]]:
