@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from bench import kimi
 from bench._timing import machine, ratio
-from lib import cluster, samples
+from lib import cluster, places, samples
 from lib.evaluate import Plan, Tools, evaluate_all, evaluate_file
 from lib.partitions import Source, Store, to_row
 from lib.target import ensure_target
@@ -66,7 +66,7 @@ def scaling(copies: int, repeats: int) -> dict:
     threads = torch.get_num_threads()
     try:
         paths = linked(place / "in", copies)
-        files = [Source(str(p), key=cluster.key_of(str(p))) for p in paths]
+        files = [Source(str(p), key=places.key_of(str(p))) for p in paths]
         tools = Tools(plan())
         torch.set_num_threads(1)
         # Clusters take their threads from this process's.

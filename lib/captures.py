@@ -323,14 +323,18 @@ def capture_files(path: str | Path) -> CaptureFiles:
     return CaptureFiles(tuple(files), ignored, path if arrow_files(path) else None)
 
 
+def why_ignored(name: str, *, folder: bool) -> str:
+    """Why a file or folder of this name holds no captures; "" if it may."""
+    rules = IGNORED_FOLDERS if folder else IGNORED
+    return next((why for rule, why in rules.items() if re.fullmatch(rule, name)), "")
+
+
 def _walk(root: Path, folder: Path, files: list[Path], ignored: dict[str, str], seen: set[Path]) -> None:
     children = sorted(folder.iterdir(), key=numeric)
     if not children and folder != root:
         files.append(folder)  # nothing explains it
     for child in children:
-        rules = IGNORED_FOLDERS if child.is_dir() else IGNORED
-        why = next((why for rule, why in rules.items() if re.fullmatch(rule, child.name)), None)
-        if why:
+        if why := why_ignored(child.name, folder=child.is_dir()):
             ignored[child.relative_to(root).as_posix()] = why
         elif child.is_dir() and child.resolve() in seen:
             ignored[child.relative_to(root).as_posix()] = "link to a folder that is listed already"

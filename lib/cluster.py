@@ -17,39 +17,29 @@ with the same times (a shared file system, or `rsync -t`); a worker that sees ot
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import re
-import shutil
-import tempfile
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath, PurePosixPath
-from urllib.parse import urlsplit
+from pathlib import Path
 from uuid import uuid4
 
-import fsspec
 import pandas as pd
 import torch
 from distributed import CancelledError, Client, Future, KilledWorker, LocalCluster, get_worker, wait
 from distributed.comm import CommClosedError
-from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from lib.arrow_masks import numeric
-from lib.captures import IGNORED, IGNORED_FOLDERS
-from lib.errors import CaptureError, ClusterError
-from lib.evaluate import DEADLY, Plan, Tools, Totals, evaluate_file, merge, part_file
-from lib.inputs import listed_files, pair_up
+from lib.errors import ClusterError
+from lib.evaluate import DEADLY, Plan, Tools, Totals, evaluate_file, finished, merge, part_file
 from lib.norms import TapNorms, merge_norms
 from lib.partitions import Source, Store, bucket, to_row
-from lib.parts import Part, digest, file_key, writing
+from lib.parts import Part, file_key
+from lib.places import UnreadFile, is_remote, local_copy, local_path
 from lib.sampling import Enough, Estimate, drawing_order
 
 RETRIES = 2  # more tries of a file that cannot be read: it may be on its way, or the network was
@@ -62,113 +52,7 @@ LOCAL = "local"  # scheduler="local:4": four processes on this machine
 Bar = Callable[..., tqdm]
 
 
-# ---- which files ----------------------------------------------------------------------------------
-
-
-def sources(captures: str, finals: str = "", stratum: Callable[[str], str] | None = None) -> list[Source]:
-    """The capture files of a folder or URL, each with the file of its final state if `finals` names a place.
-
-    Loss masks that lie beside the captures are the plan's to name: see `masks_of`.
-
-    Args:
-        finals: folder or URL of captures of the same texts that hold their final states; paired as
-            `lib.inputs.pair_up` does.
-        stratum: file -> name of its group for sampling; its folder if None.
-
-    Raises CaptureError if there are none, ReportError if one has no final state; final states that no
-    capture has are a UserWarning.
-    """
-    of, said = stratum or os.path.dirname, []
-    listings = [_listed(place) if place else None for place in (captures, finals)]
-    pairs = pair_up(listings[0], listings[1], said)
-    for line in said:
-        warnings.warn(line, stacklevel=2)
-    names = [(_name(f, captures), _name(final, finals) if final else "") for f, final in pairs]
-    return [Source(f, final, key_of(f, final), of(f)) for f, final in names]
-
-
-def masks_of(captures: str) -> str:
-    """The folder of loss masks that a folder of captures brings along, for `Plan.loss_masks`; "" for none."""
-    if is_remote(captures):
-        return ""  # a data set's arrow files have to be on a disk: name their folder in the plan
-    return str(listed_files(Path(_local(captures))).masks or "")
-
-
-def key_of(file: str, final: str = "") -> str:
-    """`lib.parts.file_key`; for URLs, over what the store says of them."""
-    if not is_remote(file):
-        return file_key(Path(_local(file)), Path(_local(final)) if final else None)
-    return digest([_remote_stamp(f) for f in (file, final) if f])[:16]
-
-
-def size_of(file: str) -> int:
-    """Bytes of a file or URL."""
-    fs, path = fsspec.core.url_to_fs(file)
-    return int(fs.size(path))
-
-
-# What stores call the version of an object.
-VERSIONS = ("ETag", "etag", "blob_id", "mtime", "modify", "LastModified", "Last-Modified", "last_modified",
-            "updated", "created")  # fmt: skip
-
-
-def _remote_stamp(url: str) -> list:
-    fs, path = fsspec.core.url_to_fs(url)
-    info = fs.info(path)
-    return [url, info.get("size"), [str(info[k]) for k in VERSIONS if info.get(k) is not None]]
-
-
-def is_remote(place: str) -> bool:
-    """Whether it is a URL of something else than this machine's files."""
-    return len(urlsplit(str(place)).scheme) > 1 and not isinstance(
-        fsspec.core.url_to_fs(str(place))[0], LocalFileSystem
-    )
-
-
-def _local(place: str) -> str:
-    """Absolute, for a worker may run elsewhere."""
-    return os.path.abspath(place.removeprefix("file://"))
-
-
-def _listed(place: str) -> tuple[PurePath, list[PurePath]]:
-    """A folder or URL, and its capture files, as paths within their file system."""
-    if not is_remote(place):
-        folder = Path(_local(place))
-        return folder, list(listed_files(folder).files)
-    fs, root = fsspec.core.url_to_fs(place)
-    files = [PurePosixPath(p) for p in fs.find(root)]
-    files = [p for p in files if not _ignored(p.relative_to(PurePosixPath(root)))]
-    if not files:
-        raise CaptureError(place, "folder", expected="capture files", found="none", remedy="check the URL")
-    return PurePosixPath(root), sorted(files, key=numeric)
-
-
-def _ignored(inside: PurePath) -> bool:
-    """The rules of `lib.captures` for files and folders that are no captures."""
-    *folders, name = inside.parts or ("",)
-    return any(re.fullmatch(rule, name) for rule in IGNORED) or any(
-        re.fullmatch(rule, folder) for rule in IGNORED_FOLDERS for folder in folders
-    )
-
-
-def _name(file: PurePath, place: str) -> str:
-    """The file as fsspec takes it: an absolute path, or a URL."""
-    if not is_remote(place):
-        return str(file)
-    fs, root = fsspec.core.url_to_fs(place)
-    inside = file.relative_to(PurePosixPath(root)).as_posix()
-    return fs.unstrip_protocol(root if inside == "." else f"{root.rstrip('/')}/{inside}")
-
-
 # ---- one task ---------------------------------------------------------------------------------------
-
-
-class UnreadFile(Exception):
-    """A file that could not be measured; the driver tries it again. Holds the error and its kind."""
-
-    def __init__(self, error: str, kind: str) -> None:
-        self.error, self.kind = error, kind
-        super().__init__(error, kind)
 
 
 _loading, _loaded = threading.Lock(), {}
@@ -198,8 +82,8 @@ def measure_one(source: Source, plan: Plan, store: Store) -> str:
     if store.has(source.key):  # a worker that died after writing it
         return source.key
     tools = tools_of(plan, store.plan)
-    began = time.perf_counter()
-    with local_copy(source.file) as path, local_copy(source.final) as final:
+    began, scratch = time.perf_counter(), _scratch()
+    with local_copy(source.file, scratch) as path, local_copy(source.final, scratch) as final:
         part = evaluate_file(path, plan, final=final or "", tools=tools)
         size = sum(p.stat().st_size for p in (path, final) if p is not None and p.exists())
     if part.error:
@@ -223,28 +107,6 @@ def _scratch() -> str | None:
         return get_worker().local_directory
     except ValueError:
         return None
-
-
-@contextmanager
-def local_copy(file: str) -> Iterator[Path | None]:
-    """A path of the file on this machine: itself, or a copy that is gone afterwards. None for ""."""
-    if not file or not is_remote(file):
-        yield Path(_local(file)) if file else None
-        return
-    folder = Path(tempfile.mkdtemp(prefix="capture-", dir=_scratch()))
-    try:
-        fs, path = fsspec.core.url_to_fs(file)
-        local = folder / PurePosixPath(path).name  # loss masks go by the name
-        try:
-            fs.get_file(path, str(local))
-        except Exception as err:  # every store has errors of its own
-            if isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT):
-                with writing(local):  # this worker's disk is full: not the file's fault
-                    raise
-            raise UnreadFile(f"{file}: {err}", type(err).__name__) from err
-        yield local
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- the driver -------------------------------------------------------------------------------------
@@ -347,10 +209,10 @@ def measure(
     Raises ClusterError, ReportError (a full disk), or whatever is wrong with draft, target or plan.
     """
     began = time.perf_counter()
-    places = {n: _local(p) for n in ("draft", "target", "loss_masks") if (p := getattr(plan, n))}
+    places = {n: local_path(p) for n in ("draft", "target", "loss_masks") if (p := getattr(plan, n))}
     plan = replace(plan, **places)
     fingerprint = _checked(plan)
-    store = Store(str(out) if is_remote(out) else _local(str(out)), fingerprint, whole)
+    store = Store(str(out) if is_remote(out) else local_path(str(out)), fingerprint, whole)
     store.describe(plan)
     drawn = tuple(drawing_order(files, seed) if enough else files)
     if len({s.key for s in drawn}) < len(drawn):
@@ -399,8 +261,8 @@ def fill(
     todo = []
     for path, final in pairs:
         part = Part.load(part_file(path, final, tools, work))
-        if part is None or part.error or part.plan != tools.fingerprint:
-            files = [_local(str(p)) if p else "" for p in (path, final)]
+        if not finished(part, tools.fingerprint, deadly=False):
+            files = [local_path(str(p)) if p else "" for p in (path, final)]
             todo.append(Source(*files, file_key(path, final)))
     if not todo:
         return

@@ -329,12 +329,22 @@ def evaluate_all(
     for path, final in progress(files):
         stored = part_file(path, final, tools, work)
         part = Part.load(stored)
-        deadly = part is not None and part.error_kind == DEADLY
-        if part is None or (part.error and not deadly) or part.plan != tools.fingerprint:
+        if not finished(part, tools.fingerprint):
             part = evaluate_file(path, tools.plan, final=final or "", tools=tools)
             part.save(stored)
         parts.append(replace(part, file=str(path)))  # an earlier run may have named it by another path
     return parts
+
+
+def finished(part: Part | None, plan: str, *, deadly: bool = True) -> bool:
+    """Whether a stored part of this plan is to stay as it is; errors are tried again.
+
+    Args:
+        deadly: let a file rest that killed its readers: it would kill this process. Workers may try again.
+    """
+    if part is None or part.plan != plan:
+        return False
+    return not part.error or (deadly and part.error_kind == DEADLY)
 
 
 @dataclass(frozen=True)

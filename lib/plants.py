@@ -26,7 +26,7 @@ Plant = Callable[[Case, torch.Generator], Case]
 Choice = Callable[[tuple[Tap, ...], Case, torch.Generator], Sequence[Tap]]
 DECLARED = Source("checkpoint", "config.json")  # a planted field looks like any other in the file
 BLOCK = 16  # tokens in a page of an engine's cache (vLLM's default block size)
-OUTLIER = 0.5  # share of the largest activation from which a number is an outlier like it
+OUTLIER = 0.9  # share of the largest activation from which a number is an outlier like it
 DEFAULT_THETA = 10000.0  # of a config class that finds no rope_theta
 
 

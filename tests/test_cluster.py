@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from lib import cluster
+from lib import cluster, places
 from lib.captures import capture_files
 from lib.cluster_view import Accident, Eventful
 from lib.errors import CaptureError, CheckpointError, ClusterError, ReportError
@@ -69,7 +69,7 @@ def plan_of(folder: Path, **changes) -> Plan:
 
 @pytest.fixture(scope="module")
 def sources(folder) -> list[cluster.Source]:
-    found = cluster.sources(str(folder / "captures"))
+    found = places.sources(str(folder / "captures"))
     assert len(found) == FILES
     return found
 
@@ -281,10 +281,10 @@ def test_a_killed_driver_goes_on_where_it_was(folder, some, some_alone, tmp_path
     """The process that drives is killed with everything it started; another run counts nothing twice."""
     out = tmp_path / "out"
     program = (
-        "from pathlib import Path\nfrom lib import cluster\nfrom tests.test_cluster import plan_of\n"
+        "from pathlib import Path\nfrom lib import cluster, places\nfrom tests.test_cluster import plan_of\n"
         "if __name__ == '__main__':\n"
         f"    folder = Path({str(folder)!r})\n"
-        f"    cluster.measure(cluster.sources(str(folder / 'captures'))[:{SOME}], plan_of(folder), "
+        f"    cluster.measure(places.sources(str(folder / 'captures'))[:{SOME}], plan_of(folder), "
         f"{str(out)!r}, 'local:2')\n"
     )
     (tmp_path / "driver.py").write_text(program)
@@ -318,14 +318,14 @@ FULL_DISK = """
 import functools, json, subprocess, sys
 from pathlib import Path
 from tqdm import tqdm
-from lib import cluster
+from lib import cluster, places
 from lib.errors import ReportError
 from tests.test_cluster import plan_of, rows_on_disk
 
 if __name__ == "__main__":
     folder, disk = Path(sys.argv[1]), Path(sys.argv[2])
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    sources, told = cluster.sources(str(folder / "captures")), {}
+    sources, told = places.sources(str(folder / "captures")), {}
     quiet = functools.partial(tqdm, disable=True)
     try:
         cluster.measure(sources, plan_of(folder), disk / "out", "local:2", bar=quiet)
@@ -401,7 +401,7 @@ def poisons(folder: Path, rng) -> dict[str, str]:
 def test_ten_poison_files_are_set_aside_with_their_errors(folder, some, some_alone, tmp_path, rng):
     bad = poisons(tmp_path / "bad", rng)
     assert len(bad) == POISONS
-    files = [*some, *cluster.sources(str(tmp_path / "bad"))]
+    files = [*some, *places.sources(str(tmp_path / "bad"))]
     assert len(files) == SOME + POISONS
     found = cluster.measure(files, plan_of(folder), tmp_path / "out", "local:2", bar=quiet)
     assert {Path(f).name for f in found.failed["file"]} == set(bad)
@@ -414,7 +414,7 @@ def test_ten_poison_files_are_set_aside_with_their_errors(folder, some, some_alo
     assert found.estimate("accuracy").value == pytest.approx(hits / known)
     # One is mended: the next run reads that one, and tells of the others again.
     write_legacy(tmp_path / "bad" / "gone.pt", random_capture_tensors(30, rng))
-    files = [*some, *(s for s in cluster.sources(str(tmp_path / "bad")) if not s.file.endswith("gone.pt"))]
+    files = [*some, *(s for s in places.sources(str(tmp_path / "bad")) if not s.file.endswith("gone.pt"))]
     again = cluster.measure(files, plan_of(folder), tmp_path / "out", "local:2", bar=quiet)
     assert (again.resumed, len(again.finished), len(again.failed)) == (SOME, SOME + 1, POISONS - 1)
 
@@ -426,7 +426,7 @@ def test_a_file_that_comes_later_is_read_by_a_retry(folder, tmp_path, rng):
     (tmp_path / "in").mkdir()
     late = tmp_path / "in" / "data_0.pt"
     late.write_bytes(whole[:100])
-    (source,) = cluster.sources(str(tmp_path / "in"))
+    (source,) = places.sources(str(tmp_path / "in"))
     with cluster.local_cluster(1) as client:
         timer = threading.Timer(2.0, late.write_bytes, [whole])
         timer.start()
@@ -443,7 +443,7 @@ def test_a_file_that_kills_its_reader_is_set_aside(folder, some, tmp_path):
     ids = torch.zeros(tokens, dtype=torch.int64)
     save_file({"hidden_states": states, "token_ids": ids}, place / "hs_0.safetensors")
     del states
-    files = [*cluster.sources(str(place)), *some[:40]]
+    files = [*places.sources(str(place)), *some[:40]]
     plan = Plan("", names=(TAPS, (*TAPS, "layer6")), metrics=False)
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 1}),
@@ -471,7 +471,7 @@ def test_a_worker_holds_one_file_however_many_there_are(folder, tmp_path):
     (tmp_path / "in").mkdir()
     for i in range(200):
         write_legacy(tmp_path / "in" / f"data_{i}.pt", random_capture_tensors(4000, rng, 4))
-    files = cluster.sources(str(tmp_path / "in"))
+    files = places.sources(str(tmp_path / "in"))
     size = sum(Path(s.file).stat().st_size for s in files[60:])
     plan = plan_of(folder, candidates=(), metrics=False, depth=1)
     with cluster.local_cluster(1) as client:
@@ -511,14 +511,14 @@ def test_captures_by_url(folder, tmp_path, rng):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/"
-        far = cluster.sources(url)
+        far = places.sources(url)
         assert [s.file for s in far] == [f"{url}data_{i}.pt" for i in range(6)]
         found = cluster.measure(far, plan_of(folder), tmp_path / "far", "local:1", bar=quiet)
         gone = [*far, cluster.Source(f"{url}data_9.pt", key="0" * 16)]
         less = cluster.measure(gone, plan_of(folder), tmp_path / "far", "local:1", bar=quiet)
         server.shutdown()
     near = cluster.measure(
-        cluster.sources(str(tmp_path / "in")), plan_of(folder), tmp_path / "near", "local:1", bar=quiet
+        places.sources(str(tmp_path / "in")), plan_of(folder), tmp_path / "near", "local:1", bar=quiet
     )
     for a, b in zip(found.parts(), near.parts(), strict=True):
         assert a.tokens == b.tokens and torch.equal(a.rollouts[0].sums, b.rollouts[0].sums)
@@ -575,21 +575,21 @@ def test_a_number_of_workers_that_is_none(name):
 def test_sources(folder, tmp_path, rng):
     """Strata are folders; final states go by name; a file twice, or without its partner, is refused."""
     listed = capture_files(folder / "captures").files
-    found = cluster.sources(str(folder / "captures"))
+    found = places.sources(str(folder / "captures"))
     assert [s.file for s in found] == list(map(str, listed))
     assert {Path(s.stratum).relative_to(folder / "captures").parts[0] for s in found} == set("0123")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write_legacy(tmp_path / name / "data_0.pt", random_capture_tensors(9, rng))
-    (pair,) = cluster.sources(str(tmp_path / "a"), str(tmp_path / "b"), stratum=lambda f: "one")
+    (pair,) = places.sources(str(tmp_path / "a"), str(tmp_path / "b"), stratum=lambda f: "one")
     assert pair.final == str(tmp_path / "b" / "data_0.pt") and pair.stratum == "one"
     write_legacy(tmp_path / "a" / "data_1.pt", random_capture_tensors(9, rng))
     with pytest.raises(ReportError, match=r"none for data_1\.pt"):
-        cluster.sources(str(tmp_path / "a"), str(tmp_path / "b"))
+        places.sources(str(tmp_path / "a"), str(tmp_path / "b"))
     with pytest.raises(ClusterError, match="each file once"):
         cluster.measure([pair, pair], plan_of(folder), tmp_path / "out", "local:1", bar=quiet)
     with pytest.raises(CaptureError):
-        cluster.sources(str(tmp_path / "nowhere"))
+        places.sources(str(tmp_path / "nowhere"))
 
 
 def test_an_unwritable_place_is_an_error(folder, sources, tmp_path):

@@ -156,11 +156,12 @@ def test_the_fix_of_a_map_is_the_true_map(healthy, key):
 
 
 def test_weights_that_are_not_numbers(healthy):
-    """One NaN in a matrix, and a slot of fc without weight."""
+    """One NaN in a matrix, which the other probes see as 0, and a slot of fc without weight."""
     fc = healthy.draft.fc.clone()
     fc[0, 0] = float("nan")
     (finding,), _, view = run("weights", replace(healthy, draft=replace(healthy.draft, fc=fc)))
-    assert finding.kind == "weights_nonfinite" and finding.field == "fc" and view.stop
+    assert finding.kind == "weights_nonfinite" and finding.field == "fc" and not view.stop
+    assert "1 of" in view.mended["weights"] and view.case.draft.fc[0, 0] == 0
     dead = healthy.draft.fc.clone()
     dead[:, 576:1152] = 0
     (finding,), _, _ = run("weights", replace(healthy, draft=replace(healthy.draft, fc=dead)))
