@@ -7,14 +7,14 @@ packs cost them more, not less. What a peer predicts is checked against ours bef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lib.captures import Capture
 from lib.checkpoints import Draft
-from lib.draft import DraftForward
+from lib.draft import Batch, DraftForward
 from lib.taps import Tap
 
 LAYER = {
@@ -138,27 +138,28 @@ def specforge_pass(model, batches: Sequence[dict], depths: int = 1) -> Tensor:
     return torch.cat(found)
 
 
-def floor_products(forward: DraftForward, captures: Sequence[Capture], depths: int = 1) -> list[tuple]:
-    """The matrix products of one scoring pass as (input, weight) pairs, shapes as in our batches.
+def floor_products(forward: DraftForward, batches: Iterable[Batch], depths: int = 1) -> list[tuple]:
+    """The matrix products of one scoring pass as (input, weight) pairs, shapes as in these batches.
 
     Of the work that scoring needs only: at depth 0 keys, values and `fc` for every pair; queries, output
     projection, MLP and lm_head for scored pairs. A deeper step has new keys and values for those alone.
     """
     draft, layer = forward.draft, forward.draft.layers[0]
     first, work = forward.attention[0], []
-    width = captures[0].hidden_size
-    for batch in forward.batches(captures):
+    slots = forward.fc.chunk(draft.n_slots, 1)
+    for batch in batches:
         n, s = int(batch.counts.sum()), int(batch.scored_counts.sum())
-        shapes = [(n, forward.fc[:, i * width : (i + 1) * width]) for i in range(3)]
+        shapes = [(n, slot) for slot in slots]
         for depth in range(depths):
             stacks = [(s if depth else n, first.kv_embed), (s if depth else n, first.kv_hidden)]
             stacks += [(s, first.q_embed), (s, first.q_hidden), (s, forward.gate_up[0])]
             shapes += [(rows, w) for rows, stack in stacks for w in stack.weights]
             shapes += [(s, layer.o), (s, layer.down), (s, draft.lm_head)]
-        work += [(torch.randn(rows, w.shape[1]).to(w.dtype), w) for rows, w in shapes]
+        work += [(torch.randn(rows, w.shape[1], device=w.device).to(w.dtype), w) for rows, w in shapes]
     return work
 
 
 def multiply(work: Sequence[tuple]) -> None:
+    """Do them, one after another."""
     for x, w in work:
         x @ w.T

@@ -171,7 +171,7 @@ def beside_peers(at: Setup, depths: int) -> dict:
     """Ours, the floor and the peers at this many depths, teacher-fed."""
     forward, captures = at.forward, at.captures
     batches = peers.speculators_batches(captures, at.contract.taps, forward.dtype)
-    work = peers.floor_products(forward, captures, depths)
+    work = peers.floor_products(forward, forward.batches(captures), depths)
     variants = {
         "floor": lambda: peers.multiply(work),
         "ours": lambda: forward.predict(captures, at.contract, depths=depths),

@@ -23,11 +23,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench import kimi
+from bench._peers import floor_products, multiply
+from bench._timing import ratios
 from lib import samples
 from lib.captures import open_capture
 from lib.checkpoints import load_draft
@@ -74,32 +77,6 @@ def spread(times: list[float]) -> dict[str, float]:
         "min": round(min(times), 3),
         "max": round(max(times), 3),
     }
-
-
-def ratio(a: list[float], b: list[float]) -> str:
-    """Median and range of a / b, run by run."""
-    r = sorted(x / y for x, y in zip(a, b, strict=True))
-    return f"{statistics.median(r):.2f}x ({r[0]:.2f} to {r[-1]:.2f})"
-
-
-def floor_products(forward: DraftForward, captures, contract) -> Callable[[], None]:
-    """Step 0's products alone: `fc`, keys and values for all pairs; the rest for scored ones."""
-    draft, layer, first, work = forward.draft, forward.draft.layers[0], forward.attention[0], []
-    width = captures[0].hidden_size
-    for batch in batches_for(forward, captures, [contract]):
-        n, s = int(batch.counts.sum()), int(batch.scored_counts.sum())
-        shapes = [(n, forward.fc[:, i * width : (i + 1) * width]) for i in range(draft.n_slots)]
-        stacks = [(n, first.kv_embed), (n, first.kv_hidden), (s, first.q_embed), (s, first.q_hidden)]
-        stacks.append((s, forward.gate_up[0]))
-        shapes += [(rows, weight) for rows, stack in stacks for weight in stack.weights]
-        shapes += [(s, layer.o), (s, layer.down), (s, draft.lm_head)]
-        work += [(torch.randn(rows, w.shape[1], device=w.device, dtype=w.dtype), w) for rows, w in shapes]
-
-    def multiply() -> None:
-        for x, weight in work:
-            x @ weight.T
-
-    return multiply
 
 
 class FixedTables(DraftForward):
@@ -157,7 +134,7 @@ def chain_step(draft, captures, contract, repeats: int, compiling: bool = True) 
         except Exception as err:  # no compiler, or an operation that no graph can hold: the rest goes on
             notes[f"{name}, not run"] = repr(err)[:300]
     times = milliseconds(forward.device, calls, repeats)
-    shares = {f"{name} / eager": ratio(times[name], times["eager"]) for name in calls if name != "eager"}
+    shares = {f"{name} / eager": ratios(times[name], times["eager"]) for name in calls if name != "eager"}
     return {"rows": len(hidden), "ms": {n: spread(t) for n, t in times.items()}, **shares, **notes}
 
 
@@ -177,6 +154,8 @@ def measure(draft, captures, taps, stored, repeats: int, compiling: bool = True)
     forward, contract = DraftForward(draft), draft.contract.change(taps=taps)
     candidates = [draft.contract.change(taps=t) for t in ordered_choices(stored, len(taps))]
 
+    work = floor_products(forward, batches_for(forward, captures, [contract]))
+
     def on_demand() -> None:
         for batch in forward.batches(captures):
             forward.run(batch, contract, 1, "teacher", False)
@@ -186,7 +165,7 @@ def measure(draft, captures, taps, stored, repeats: int, compiling: bool = True)
             forward.run(batch, contract, 1, "teacher", False)
 
     calls = {
-        "floor": floor_products(forward, captures, contract),
+        "floor": partial(multiply, work),
         "step 0": lambda: forward.predict(captures, contract),
         f"depths 1 to {DEPTHS}": lambda: forward.predict(captures, contract, depths=1 + DEPTHS),
         f"rollouts {DEPTHS}": lambda: forward.predict(captures, contract, depths=DEPTHS, feed="own"),
@@ -203,8 +182,8 @@ def measure(draft, captures, taps, stored, repeats: int, compiling: bool = True)
     return {
         "pairs": sum(len(c) - 1 for c in captures), "scored": sum(len(c.scored) for c in captures),
         "ms": {n: spread(t) for n, t in times.items()},
-        "to the floor": {n: ratio(times[n], times["floor"]) for n in names},
-        "ahead / on demand": ratio(times["states ahead"], times["states on demand"]),
+        "to the floor": {n: ratios(times[n], times["floor"]) for n in names},
+        "ahead / on demand": ratios(times["states ahead"], times["states on demand"]),
         "chain step": chain_step(draft, captures, contract, repeats, compiling),
     }  # fmt: skip
 
