@@ -24,6 +24,7 @@ from lib.errors import MetricError, WorkbookError
 from lib.faults import FAULTS
 from lib.gains import LOUD, SCALES, Gain
 from lib.probes import PROBES, View, run_probes
+from lib.probing import FEW
 from lib.search import Bench
 from lib.taps import Stored, Tap, default_triple
 from lib.worth import Worth, matters, worth
@@ -71,7 +72,7 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
     peel.suspects = suspects + learned
     not_run |= not_run_last
     findings, unconfirmed = peel.findings()
-    remarks += [*seen, *seen_last, *unconfirmed, *_mended(view)]
+    remarks += [*seen, *seen_last, *unconfirmed, *view.told()]
     numbers = dict(peel.numbers)
     if findings:
         verdict, because = "fault", "; ".join(sentence(f) for f in findings)
@@ -89,8 +90,8 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
             f"Nothing among {numbers['tried']} changes beats the declared contract: {_worth(peel.now)}, "
             f"{numbers['conversations']} conversations"
         )
-    if case.served is not None and view.mended:
-        remarks.append("the engine's counters are not compared: what it served is not what was mended here")
+    if case.served is not None and view.changes:
+        remarks.append("the engine's counters are not compared: it served the files as they are")
     elif case.served is not None and "search" not in not_run:
         engine, line, finding = engine_check(case, peel)
         numbers["engine"] = engine
@@ -102,15 +103,6 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
         else:
             remarks.append(line)
     return Diagnosis(verdict, tuple(findings), tuple(dict.fromkeys(remarks)), not_run, because + ".", numbers)
-
-
-def _mended(view: View) -> list[str]:
-    """What the search did not see as it is on disk."""
-    few = list(view.mended.items())[:4]
-    if not few:
-        return []
-    more = f"; and {len(view.mended) - len(few)} more" if len(view.mended) > len(few) else ""
-    return ["mended for the search: " + "; ".join(f"{k}: {v}" for k, v in few) + more]
 
 
 # ---- names of states nobody named ---------------------------------------------------------------
@@ -132,7 +124,11 @@ def settle_names(case: Case) -> tuple[Case, list[str]]:
         names = None
         if len(stored) == k:
             names, why = ordered, "as many states as declared taps"
-        elif len(stored) == k + 1 and case.head is not None and _is_embedding(captures[0], case):
+        elif (
+            len(stored) == k + 1
+            and case.head is not None
+            and any(_is_embedding(c, case) for c in captures[:FEW])
+        ):
             names, why = [Tap(0), *ordered], "the first state is the embedding of the tokens"
         if names and all(len(c.taps) == len(names) for c in captures):
             text = f"stored states are taken as {', '.join(map(str, names))}: {why}"
@@ -146,14 +142,17 @@ def settle_names(case: Case) -> tuple[Case, list[str]]:
 
 
 def _is_embedding(capture: Capture, case: Case) -> bool:
+    if case.head is None:
+        return False
     try:
         x = capture.stored(0).float()
     except WorkbookError:
         return False
-    if capture.hidden_size != case.head.hidden_size or int(capture.token_ids.max()) >= len(case.head.embed):
+    known = capture.token_ids < len(case.head.embed)
+    if capture.hidden_size != case.head.hidden_size or not bool(known.any()):
         return False
-    ref = case.head.embed[capture.token_ids].float()
-    return float((x - ref).norm()) < 0.05 * float(ref.norm())
+    ref = case.head.embed[capture.token_ids[known]].float()
+    return float((x[known] - ref).norm()) < 0.05 * float(ref.norm())
 
 
 # ---- peeling ------------------------------------------------------------------------------------
@@ -180,6 +179,7 @@ class _Peel:
         self.numbers: dict = {"tried": 0, "rounds": 0, "conversations": 0}
         self.now: Worth | None = None
         self.why_not = ""
+        self.searched = False  # to the end
         self.made: dict[tuple, list[Candidate]] = {}
 
     @property
@@ -212,10 +212,12 @@ class _Peel:
             c = step.gain.candidate
             self.draft, self.contract, self.now = c.on(self.draft), c.contract, step.after
         self.numbers["after"] = self.now
+        self.searched = True
 
     def _round(self, bench: Bench, captures: Sequence[Capture]) -> _Step | None:
         every = neighbours(self.draft, self.contract, captures, self.case.head) + self._edits()
         every = [c if c.draft is not None else replace(c, draft=self.draft) for c in every]
+        every = [c for c in every if c.field not in self.view.settled]
         self.numbers["tried"] += len(every)
         # The size of logits can outweigh what they say, so what only scales them comes after the rest; and
         # the deeper look only where depth 0 has nothing to say.
@@ -281,6 +283,8 @@ class _Peel:
                                        suspected=True))  # fmt: skip
             for c in edits(self.draft, self.contract, self.case.head):
                 name = EDITED[c.field]
+                if name in self.view.bad_weights:
+                    continue  # whatever has numbers there beats zeros
                 if not any(f.field == c.field and torch.equal(getattr(f.draft, name), getattr(c.draft, name))
                            for f in found):  # fmt: skip
                     found.append(c)
@@ -294,11 +298,10 @@ class _Peel:
 
     def findings(self) -> tuple[list[Finding], list[str]]:
         """One finding per cause, unmeasured ones first, then by worth; and suspicions not confirmed."""
-        merged = {f.kind: f for f in self.suspects if f.fix is None}
-        confirmed = set()
-        if self.now is None:  # nothing could be tried
-            merged |= {s.kind: s for s in self.suspects if s.sure and s.fix is not None}
-            confirmed |= set(merged)
+        # Where nothing could be tried, what is sure of itself needs no trial.
+        standing = [f for f in self.suspects if f.fix is None or (f.sure and not self.searched)]
+        merged = _by_kind(standing)
+        confirmed = set(merged)
         measured = self._measured()
         ruined = self.now is not None and self.numbers["before"].accuracy < ALIVE
         ruined = ruined and self.now.accuracy < RUINED
@@ -310,21 +313,21 @@ class _Peel:
             measured = []
         for finding in measured:
             confirmed.add(finding.kind)
-            twins = [s for s in self.suspects if s.kind == finding.kind or s.field == finding.field]
+            twins = [
+                s for s in self.suspects
+                if s.kind == finding.kind or (s.fix is not None and s.field == finding.field)
+            ]  # fmt: skip
             confirmed |= {s.kind for s in twins}
             evidence = (*finding.evidence, *(e for s in twins for e in s.evidence))
             by = " and ".join(dict.fromkeys([*(s.by for s in twins), finding.by]))
             for twin in twins:
                 merged.pop(twin.kind, None)
             merged[finding.kind] = replace(finding, evidence=tuple(dict.fromkeys(evidence)), by=by)
+        tried = "but the fix gains nothing that is significant" if self.searched else "not tested"
         remarks = [
-            f"suspected: {s.kind} ({'; '.join(s.evidence)}), but the fix gains nothing that is significant"
+            f"suspected: {s.kind} ({'; '.join(s.evidence)}), {tried}"
             for s in self.suspects if s.fix is not None and s.kind not in confirmed
         ]  # fmt: skip
-        if self.now is None:
-            remarks = [
-                r.replace("but the fix gains nothing that is significant", "not tested") for r in remarks
-            ]
         ordered = sorted(
             merged.values(), key=lambda f: -1e9 if f.tokens is None else f.tokens[0] - f.tokens[1]
         )
@@ -361,6 +364,18 @@ class _Peel:
                 (before.tokens, after.tokens), fix,
             ))  # fmt: skip
         return out
+
+
+def _by_kind(findings: Sequence[Finding]) -> dict[str, Finding]:
+    """One finding a kind: the first, with the evidence of all."""
+    merged: dict[str, Finding] = {}
+    for f in findings:
+        if f.kind in merged:
+            first = merged[f.kind]
+            by = " and ".join(dict.fromkeys((*first.by.split(" and "), f.by)))
+            f = replace(first, by=by, evidence=(*first.evidence, *f.evidence))
+        merged[f.kind] = f
+    return merged
 
 
 # ---- names of faults ----------------------------------------------------------------------------
@@ -438,7 +453,8 @@ def engine_check(case: Case, peel: _Peel) -> tuple[str, str, Finding | None]:
 
     Whatever is wrong with draft or wiring is in both numbers.
     """
-    served, captures = case.served, peel.captures[:WORTH_TEXTS]
+    whole = [c for c in peel.captures if c.name not in peel.view.touched]
+    served, captures = case.served, whole[:WORTH_TEXTS]
     depth = len(served.accepted_at)
     try:
         chains = rollouts(DraftForward(case.draft), captures, case.draft.contract, depth)

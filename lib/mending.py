@@ -4,11 +4,15 @@ A NaN in one weight, a token id beyond the vocabulary, or an Inf in one state is
 stops every evaluation. The search behind it needs no exact numbers: it compares contracts on one and the
 same input. So a few such numbers are replaced, and the diagnosis says which and with what: what it measures
 behind that is of the mended input.
+
+Axes: L positions, H hidden, V vocabulary, n rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,66 +21,127 @@ from lib.captures import FINAL, Capture
 from lib.checkpoints import Draft
 from lib.errors import WorkbookError
 
-LITTLE = 0.1  # share of a weight's numbers, of a text's ids or rows, that may be replaced
+LITTLE = 0.05  # share of a weight's numbers, of a text's ids or rows, that may be replaced
 FP16_MAX = 65504.0  # Inf in states is what fp16 made of something larger
-ANY_ID = 0  # in place of an id that does not exist; its position is not scored
+ANY_ID = 0  # in place of an id that does not exist; nothing that predicts it is scored
 
 
-def mended_draft(draft: Draft) -> tuple[Draft, str]:
-    """The draft with NaN and Inf set to 0, and what was done; "" if that would be much of a weight."""
-    done: list[str] = []
-
-    def finite(name: str, x: Tensor) -> Tensor:
-        bad = ~torch.isfinite(x)
-        if not bad.any():
-            return x
-        done.append(f"{int(bad.sum())} of {x.numel()} numbers of {name} taken as 0")
-        worst.append(float(bad.float().mean()))
-        return x.masked_fill(bad, 0)
-
-    def all_finite(owner, prefix: str = ""):
-        tensors = {f.name: getattr(owner, f.name) for f in fields(owner)}
-        tensors = {k: v for k, v in tensors.items() if isinstance(v, Tensor) and v.is_floating_point()}
-        mended = {k: finite(prefix + k, v) for k, v in tensors.items()}
-        return replace(owner, **{k: v for k, v in mended.items() if v is not tensors[k]})
-
-    worst = [0.0]
-    layers = tuple(all_finite(layer, f"layers.{i}.") for i, layer in enumerate(draft.layers))
-    norms = tuple(finite(f"fc_norm.{i}", x) for i, x in enumerate(draft.fc_norm))
-    whole = replace(all_finite(draft), layers=layers, fc_norm=norms)
-    return (whole, "; ".join(done)) if max(worst) <= LITTLE else (draft, "")
+# ---- weights --------------------------------------------------------------------------------------
 
 
-def mended_capture(capture: Capture, vocab: int) -> tuple[Capture, str] | None:
-    """The capture without what cannot be used, and what was done; None if that is too much, or unreadable.
+def with_tensors(owner: Any, change: Callable[[str, Tensor], Tensor], prefix: str = "") -> Any:
+    """A draft, or a part of one, with every tensor of floats passed through `change(name, x)`.
+
+    Names are those of the fields: "fc", "layers.0.down", "layers.0.latent.kv_a".
+    """
+    if isinstance(owner, Tensor):
+        return change(prefix, owner) if owner.is_floating_point() else owner
+    if isinstance(owner, tuple):
+        made = tuple(with_tensors(x, change, f"{prefix}.{i}") for i, x in enumerate(owner))
+        return owner if all(a is b for a, b in zip(made, owner, strict=True)) else made
+    if not is_dataclass(owner):
+        return owner
+    parts = {f.name: getattr(owner, f.name) for f in fields(owner)}
+    made = {k: with_tensors(x, change, f"{prefix}.{k}" if prefix else k) for k, x in parts.items()}
+    changed = {k: x for k, x in made.items() if x is not parts[k]}
+    return replace(owner, **changed) if changed else owner
+
+
+def nonfinite(draft: Draft) -> dict[str, tuple[int, int]]:
+    """Weight -> (numbers of it that are NaN or Inf, all its numbers), for those that have any."""
+    found = {}
+
+    def look(name: str, x: Tensor) -> Tensor:
+        # One such number makes the sum one too, as may an overflow; only then is every number worth a look.
+        if not torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32))):
+            bad = int((~torch.isfinite(x)).sum())
+            found.update({name: (bad, x.numel())} if bad else {})
+        return x
+
+    with_tensors(draft, look)
+    return found
+
+
+def with_zeros(draft: Draft, names: Collection[str]) -> Draft:
+    """The draft with NaN and Inf of these weights set to 0."""
+    return with_tensors(draft, lambda k, x: x.masked_fill(~torch.isfinite(x), 0) if k in names else x)
+
+
+# ---- captures -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A capture without what cannot be used.
+
+    Attributes:
+        rows: (L,) bool, positions at which an id or a state was replaced.
+        ids: whether an id was; what a live target makes of such a text is of another text.
+        what: part -> what was done to it.
+    """
+
+    capture: Capture
+    rows: Tensor
+    ids: bool
+    what: dict[str, str]
+
+
+def mended_capture(capture: Capture, vocab: int, needed: Collection) -> Mended | None:
+    """What is usable of a capture; None if that is too little.
 
     Args:
-        vocab: number of token ids there are.
+        vocab: number V of token ids there are.
+        needed: taps without which a capture is of no use; another state is left out if much of it is bad.
     """
-    done = []
-    beyond = capture.token_ids >= vocab
+    what: dict[str, str] = {}
+    rows = beyond = capture.token_ids >= vocab
     if bool(beyond.any()):
-        if float(beyond.float().mean()) > LITTLE:
+        if int(beyond.sum()) > LITTLE * len(beyond):
             return None
-        ids, mask = capture.token_ids.masked_fill(beyond, ANY_ID), capture.loss_mask & ~beyond
+        # Position t + 1 is scored on what comes after it too: neither the id nor what predicts it may be.
+        unscored = beyond | torch.cat((beyond[1:], beyond.new_zeros(1)))
+        ids, mask = capture.token_ids.masked_fill(beyond, ANY_ID), capture.loss_mask & ~unscored
         capture = replace(capture, token_ids=ids, loss_mask=mask)
-        done.append(f"{int(beyond.sum())} of {len(beyond)} ids taken as {ANY_ID} and not scored")
-    try:
-        for name in (*capture.taps, *(FINAL,) * (FINAL in capture.readers)):
-            states = capture.unchecked(name)
-            bad = ~torch.isfinite(states).all(-1)  # (L,)
-            if not bool(bad.any()):
-                continue
-            if float(bad.float().mean()) > LITTLE:
-                return None
-            capture = capture.with_state(name, saturated)
-            rows = f"{int(bad.sum())} of {len(bad)} rows of {name}"
-            done.append(f"Inf in {rows} taken as {FP16_MAX:.0f}, NaN as 0")
-    except WorkbookError:
-        return None
-    return capture, "; ".join(done)
+        what["ids"] = f"{int(beyond.sum())} of {len(beyond)} taken as {ANY_ID}, and not scored"
+    for name in tuple(capture.readers):
+        try:
+            bad = ~torch.isfinite(capture.unchecked(name)).all(-1)  # (L, H) -> (L,)
+        except WorkbookError:
+            bad = torch.ones(len(capture), dtype=torch.bool)
+        if not bool(bad.any()):
+            continue
+        if int(bad.sum()) <= LITTLE * len(bad):
+            capture, rows = capture.with_state(name, saturated), rows | bad
+            what[str(name)] = f"Inf in {int(bad.sum())} of {len(bad)} rows taken as {FP16_MAX:.0f}, NaN as 0"
+        elif name in needed:
+            return None
+        else:
+            capture, what[str(name)] = _without(capture, name), "left out"
+    return Mended(capture, rows, bool(beyond.any()), what)
+
+
+def _without(capture: Capture, name) -> Capture:
+    readers = {k: read for k, read in capture.readers.items() if k != name}
+    kind = None if name == FINAL else capture.final_kind
+    taps = tuple(t for t in capture.taps if t != name)
+    return replace(capture, readers=readers, taps=taps, final_kind=kind)
 
 
 def saturated(states: Tensor) -> Tensor:
     """States with Inf as the largest number of fp16, and NaN as 0."""
     return torch.nan_to_num(states, nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX)
+
+
+def rotation(states: Tensor, reference: Tensor) -> Tensor | None:
+    """(H, H) orthogonal Q with states = reference @ Q, in the least-squares sense (Schönemann, 1966).
+
+    Args:
+        states, reference: (n, H) rows that should differ by a rotation alone.
+
+    Returns None if the rows do not span all H directions: Q would be anything in the others.
+    """
+    x, ref = states.double(), reference.double()
+    if len(ref) < ref.shape[1] or int(torch.linalg.matrix_rank(ref.T @ ref, rtol=1e-10)) < ref.shape[1]:
+        return None
+    u, _, v = torch.linalg.svd(ref.T @ x)
+    return (u @ v).float()

@@ -10,8 +10,10 @@ from scipy.stats import binom
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lib.captures import Capture
 from lib.case import Finding
 from lib.draft import DraftForward
+from lib.mending import rotation
 from lib.probing import Seen, View, probe, share
 from lib.taps import Stored, Tap
 
@@ -49,7 +51,7 @@ def readable(view: View) -> Seen:
 @probe("mask", "captures")
 def mask(view: View) -> Seen:
     """Loss masks that are full, empty, or start a token early or late (P10)."""
-    captures = view.sound
+    captures = view.stored
     n = len(captures)
     if all(bool(c.loss_mask.all()) for c in captures):
         defaulted = any("no loss mask given" in note for c in captures for note in c.notes)
@@ -64,7 +66,7 @@ def mask(view: View) -> Seen:
             "mask_empty", "mask", "loss_mask", "0 everywhere", "1 on the assistant's tokens",
             (f"all {n} masks are 0 at every position",),
         )  # fmt: skip
-        view.mended["masks"] = "every position scored, as no mask scores any"
+        view.changes.append("every position scored, as no mask scores any")
         return
     starts = [
         (c.token_ids, int(c.loss_mask.nonzero()[0])) for c in captures
@@ -102,18 +104,17 @@ def _closes_a_header(ids: Tensor, at: int) -> bool:
 @probe("slots", "captures")
 def slots(view: View) -> Seen:
     """States that are zero, or equal to another one (P3)."""
-    capture = view.sound[0]
-    taps = [t for t in view.case.draft.contract.taps if t in capture.readers] or list(capture.taps)
+    taps = [t for t in view.case.draft.contract.taps if t in view.taps] or view.taps
     some = view.sound[:4]
     for tap in dict.fromkeys(taps):
         if all(not bool(c.state(tap).any()) for c in some):
-            view.stop = f"the state at {tap} is zero"
+            view.settled.add("taps")  # any other state would be better than none
             yield Finding(
                 "slot_zero", "slots", f"state {tap}", "zero", "the target's state",
                 (f"every number is 0 in {len(some)} of {len(some)} captures looked at",),
             )  # fmt: skip
-    for i, a in enumerate(capture.taps):
-        for b in capture.taps[i + 1 :]:
+    for i, a in enumerate(view.taps):
+        for b in view.taps[i + 1 :]:
             if all(torch.equal(c.state(a), c.state(b)) and bool(c.state(a).any()) for c in some):
                 yield Finding(
                     "slot_duplicated", "slots", "captures", f"{a} equal to {b}", "two different states",
@@ -125,12 +126,16 @@ def slots(view: View) -> Seen:
 def rows(view: View) -> Seen:
     """Rows of another text, shifted, or rotated: each against what it must be (P3, P5)."""
     tap, files = view.reference_tap, view.sound
-    if view.case.head is None or tap != Tap(0):
-        files = files[:LIVE_FILES]
+    if view.case.head is None or tap != Tap(
+        0
+    ):  # recomputed: an id that was replaced changes all that follows
+        files = [c for c in files if not (c.name in view.touched and view.touched[c.name].ids)][:LIVE_FILES]
     turned, shifted, foreign = [], {}, {}
     for capture in files:
         x, ref = capture.state(tap).float(), view.reference(capture)
         good = _near(x, ref)
+        if capture.name in view.touched:
+            good |= view.touched[capture.name].rows
         if float(good.float().mean()) >= SOUND:
             continue
         size, cosine = (
@@ -145,7 +150,7 @@ def rows(view: View) -> Seen:
             foreign[capture.name] = float(good.float().mean())
     n = len(files)
     if turned:
-        view.stop = "the states are rotated"
+        _turn_back(view, [t[0] for t in turned])
         size, cosine = (sum(t[k] for t in turned) / len(turned) for k in (1, 2))
         yield Finding(
             "states_rotated", "rows", f"state {tap}", "rotated", "in the target's own basis",
@@ -175,6 +180,20 @@ def rows(view: View) -> Seen:
         )
 
 
+def _turn_back(view: View, turned: list[Capture]) -> None:
+    """Undo one rotation of all states where the rows determine it; else nothing can be searched for."""
+    tap = view.reference_tap
+    view.stop = f"the states are rotated, by what {len(turned)} files do not determine"
+    pairs = [(c.state(tap).float(), view.reference(c)) for c in turned]
+    q = rotation(*(torch.cat(rows) for rows in zip(*pairs, strict=True)))
+    if q is None or len(turned) < len(view.sound):
+        return
+    if all(float(_near(x @ q.T, ref).float().mean()) >= SOUND for x, ref in pairs):
+        view.sound = [c.with_states(lambda x: x.float() @ q.T) for c in view.sound]
+        view.changes.append(f"every state turned back by the rotation between {tap} and what it must be")
+        view.stop = ""
+
+
 def _near(x: Tensor, ref: Tensor) -> Tensor:
     """(L,) rows whose relative error is at most CLOSE."""
     return (x - ref).norm(dim=-1) <= CLOSE * ref.norm(dim=-1)
@@ -201,7 +220,8 @@ def files(view: View) -> Seen:
     hits = torch.bincount(p.capture, weights=p.hit[:, 0].double(), minlength=len(captures))
     rate = (hits / n.clamp(min=1)).median()
     p_values = binom.cdf(hits.numpy(), n.numpy(), HARDER * float(rate)) * len(captures)
-    low = [i for i, x in enumerate(p_values) if x < 1e-4]
+    # A text that was mended is no evidence against its file.
+    low = [i for i, x in enumerate(p_values) if x < 1e-4 and captures[i].name not in view.touched]
     if low and 2 * len(low) < len(captures):
         total = int(n[low].sum())
         view.off |= {captures[i].name: "far worse than the others" for i in low}
@@ -217,10 +237,12 @@ def files(view: View) -> Seen:
 @probe("names", "captures", "live")
 def names(view: View) -> Seen:
     """Which block each stored state really comes from: recomputed (P3), by relative error, scale included."""
-    capture = view.sound[0]
-    last = view.case.live.model.config.num_hidden_layers
-    if view.stop or capture.name in view.off:
+    usable = [c for c in view.sound if c.name not in view.touched and c.name not in view.off]
+    if not usable:
+        yield "no capture is whole enough to recompute its states"
+    if view.stop or not usable:
         return
+    capture, last = usable[0], view.case.live.model.config.num_hidden_layers
     states = view.recomputed(capture, [Tap(i) for i in range(last + 1)])
     wrong = {}
     for tap in capture.taps:

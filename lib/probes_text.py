@@ -41,6 +41,8 @@ def _agreement(view: View, states: Sequence[Tensor], kind: str) -> tuple[int, in
 def final(view: View) -> Seen:
     """Final states: pre- or post-norm, of the last block, and does the text follow them? (P8)."""
     captures, head = view.finals, view.case.head
+    if not captures:
+        yield "the final states cannot be judged: no position of theirs is scored"
     if not captures or view.stop:
         return
     claim = captures[0].final_kind
@@ -53,7 +55,7 @@ def final(view: View) -> Seen:
         yield f"the final state's kind is undecided: {'; '.join(verdict.reasons)}"
         return
     hits, n = _agreement(view, [c.final() for c in captures], kind)
-    same = [t for t in captures[0].taps if all(torch.equal(c.state(t), c.final()) for c in captures)]
+    same = [t for t in view.taps if all(torch.equal(c.state(t), c.final()) for c in captures)]
     text = f"the head's first choice on the final state is the next token in {share(hits, n)} (n = {n})"
     true = None
     if view.case.live is not None:
@@ -87,7 +89,9 @@ def text(view: View) -> Seen:
     hits = n = 0
     surplus = []
     model = view.case.live.model
-    for capture in [c for c in view.sound if c.loss_mask[1:].any()][:LIVE_FILES]:
+    # After an id that was replaced the target continues another text.
+    whole = [c for c in view.sound if not (c.name in view.touched and view.touched[c.name].ids)]
+    for capture in [c for c in whole if c.loss_mask[1:].any()][:LIVE_FILES]:
         at = capture.loss_mask[1:].nonzero().flatten()
         with torch.inference_mode():
             x = model.model(input_ids=capture.token_ids[None], use_cache=False).last_hidden_state[0, at]
@@ -100,6 +104,8 @@ def text(view: View) -> Seen:
         surprise = -log_p.gather(1, capture.token_ids[at + 1, None])[:, 0] + (log_p.exp() * log_p).sum(-1)
         if len(at) >= 2 * OPENING:
             surplus.append(float(surprise[:OPENING].mean() - surprise[OPENING:].mean()))
+    if not n:
+        yield "whose text it is cannot be judged: no position of a whole text is scored"
     if n and hits < OWN_TEXT * n:
         yield Finding(
             "text_shuffled" if hits < SHUFFLED * n else "text_of_others", "text", "answers",
@@ -128,9 +134,7 @@ def targets(view: View) -> Seen:
     captures = [c for c in view.judged if FINAL in c.readers and c.name not in view.off]
     contract = draft.contract
     inner = (
-        [t for t in captures[0].taps if isinstance(t, Tap) and 0 < t.after_block < head.n_layers]
-        if captures
-        else []
+        [t for t in view.taps if isinstance(t, Tap) and 0 < t.after_block < head.n_layers] if captures else []
     )
     if (
         not inner

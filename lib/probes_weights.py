@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lib.case import Finding
-from lib.mending import mended_draft
 from lib.probing import NEEDS, Seen, View, probe
 
 ROWS = 512  # rows of a table compared with the target's
@@ -29,21 +28,14 @@ def weights(view: View) -> Seen:
     for i, layer in enumerate(draft.layers):
         tensors |= {f"layers.{i}.{k}": v for k, v in vars(layer).items()}
     tensors = {k: v for k, v in tensors.items() if isinstance(v, Tensor)}
-    broken: list[str] = []
+    if view.bad_weights:
+        lines = tuple(f"{bad} of {n} numbers of {name}" for name, (bad, n) in view.bad_weights.items())
+        yield Finding("weights_nonfinite", "weights", ", ".join(view.bad_weights), "NaN or Inf",
+                      "finite numbers", lines)  # fmt: skip
     for name, x in tensors.items():
-        if not bool(torch.isfinite(x.sum(dtype=torch.float64))):
-            broken.append(name)
-            yield Finding("weights_nonfinite", "weights", name, "NaN or Inf", "finite numbers",
-                          (f"{int((~torch.isfinite(x)).sum())} of {x.numel()} numbers",))  # fmt: skip
-        elif not bool(x.any()) and not name.endswith("bias"):
+        if not bool(x.any()) and not name.endswith("bias"):
             yield Finding("layer_unloaded", "weights", name, "zero", "trained weights",
                           (f"all {x.numel()} numbers are 0",))  # fmt: skip
-    if broken:
-        mended, what = mended_draft(draft)
-        if what:
-            view.mended["weights"], view.case = what, replace(view.case, draft=mended)
-        else:
-            view.stop = f"{', '.join(broken)} is not finite"
     if draft.fc is not None:
         blocks = [float(b.float().norm()) for b in draft.fc.chunk(draft.n_slots, 1)]
         for i, size in enumerate(blocks):
@@ -77,6 +69,10 @@ def _layers(view: View) -> Seen:
     if draft.fc is not None and draft.layers[0].hidden_norm is None:
         yield Finding("hidden_norm_lost", "weights", "layers.0.hidden_norm", "no such weight",
                       "hidden_norm.weight", ("the draft has fc and no hidden_norm",))  # fmt: skip
+        ones = torch.ones(draft.hidden_size, dtype=draft.norm.dtype)
+        first = replace(draft.layers[0], hidden_norm=ones)
+        view.case = replace(view.case, draft=replace(draft, layers=(first, *draft.layers[1:])))
+        view.changes.append("layers.0.hidden_norm taken as 1")
     stated = draft.config.get("transformer_layer_config", draft.config).get("num_hidden_layers")
     if isinstance(stated, int) and stated != len(draft.layers):
         yield Finding("layer_lost", "weights", "layers", str(len(draft.layers)), str(stated),
@@ -148,7 +144,7 @@ def vocabulary_map(view: View) -> Seen:
         after = (
             "rebuilt from t2d" if fix is not None and _whole_t2d(draft) else "rebuilt from rows of lm_head"
         )
-        # Not ascending is odd, not impossible; the others contradict the file itself.
+        # Not ascending is odd, not impossible; the others are no map, or contradict the file itself.
         sure = kind != "d2t_permuted"
         yield Finding(kind, "map", "d2t", "as stored", after if fix else "the map of the training run",
                       (why,), fix=fix, sure=sure)  # fmt: skip
@@ -238,5 +234,5 @@ def map_rows(view: View) -> Seen:
         doubt or ("d2t_permuted" if same_set else "d2t_stale"), "map rows", "d2t", "as stored",
         "rebuilt from rows of lm_head",
         (f"{agree} of {len(at)} rows of lm_head resemble the target row that d2t names most",),
-        fix=None if ids is None else replace(draft, d2t=ids - rows), sure=True,
+        fix=None if ids is None else replace(draft, d2t=ids - rows), sure=agree < 0.5 * len(at),
     )  # fmt: skip

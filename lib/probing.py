@@ -20,8 +20,8 @@ from torch import Tensor
 from lib.captures import FINAL, Capture
 from lib.case import Case, Finding
 from lib.errors import WorkbookError
-from lib.mending import mended_capture
-from lib.taps import Tap
+from lib.mending import LITTLE, Mended, mended_capture, nonfinite, with_zeros
+from lib.taps import Stored, Tap
 
 Seen = Iterator["Finding | str"]
 FEW = 8  # captures whose last states are judged
@@ -64,15 +64,37 @@ def probe(name: str, *needs: str) -> Callable:
 
 
 class View:
-    """A case with what several probes compute, computed once."""
+    """A case with what several probes compute, computed once; what stops a search is mended (`lib.mending`).
+
+    Attributes:
+        case: as given, but for weights of the draft that are mended.
+        bad_weights: weight -> (numbers that are NaN or Inf, all), of the draft as given.
+        broken: (capture, field) -> why it cannot be used as it is.
+        touched: capture -> what was mended in it.
+        changes: what else a search does not see as it is on disk.
+        off: capture -> what is wrong with its rows.
+        settled: contract fields that need no search, because their fault is known.
+        stop: why a search would mislead.
+    """
 
     def __init__(self, case: Case) -> None:
-        self.case = case
-        self.broken: dict[tuple[str, str], WorkbookError] = {}  # (capture, field) -> why it cannot be used
-        self.off: dict[str, str] = {}  # capture -> what is wrong with its rows
-        self.mended: dict[str, str] = {}  # what a search would stumble over -> what was put in its place
+        self.broken: dict[tuple[str, str], WorkbookError] = {}
+        self.touched: dict[str, Mended] = {}
+        self.changes: list[str] = []
+        self.off: dict[str, str] = {}
+        self.settled: set[str] = set()
         self.shared: dict[str, object] = {}  # what two probes compute, by a name of theirs
-        self.stop = ""  # why a search would mislead
+        self.stop = ""
+        self.bad_weights = nonfinite(case.draft)
+        much = [name for name, (bad, whole) in self.bad_weights.items() if bad > LITTLE * whole]
+        if much:
+            self.stop = f"more than {100 * LITTLE:.0f} % of {' and '.join(much)} is NaN or Inf"
+        elif self.bad_weights:
+            case = replace(case, draft=with_zeros(case.draft, self.bad_weights))
+            self.changes += [
+                f"{bad} of {n} numbers of {k} taken as 0" for k, (bad, n) in self.bad_weights.items()
+            ]
+        self.case = case
 
     @cached_property
     def sound(self) -> list[Capture]:
@@ -85,23 +107,50 @@ class View:
             self.broken |= {(capture.name, e.field): e for e in errors}
             if not errors:
                 kept.append(capture)
-            elif (mended := mended_capture(capture, vocab)) is not None:
-                kept.append(mended[0])
-                self.mended[capture.name] = mended[1]
+            elif (mended := mended_capture(capture, vocab, self.case.draft.contract.taps)) is not None:
+                kept.append(mended.capture)
+                self.touched[capture.name] = mended
         return kept
 
     @property
+    def stored(self) -> list[Capture]:
+        """The sound captures as their files have them: for who looks at ids and masks alone."""
+        names = {c.name for c in self.sound}
+        return [c for c in self.case.captures if c.name in names]
+
+    @property
     def judged(self) -> list[Capture]:
-        """Sound captures with scored positions: of all masks empty, every position is scored."""
-        scored = [c for c in self.sound if len(c.scored)]
-        if not scored and self.sound and not any(bool(c.loss_mask.any()) for c in self.sound):
-            scored = [replace(c, loss_mask=torch.ones_like(c.loss_mask)) for c in self.sound]
-        return scored
+        """Sound captures with scored positions; if every mask is empty, all, with every position scored."""
+        if self.sound and not any(bool(c.loss_mask.any()) for c in self.stored):
+            return [replace(c, loss_mask=torch.ones_like(c.loss_mask)) for c in self.sound]
+        return [c for c in self.sound if len(c.scored)]
+
+    @property
+    def taps(self) -> list[Tap | Stored]:
+        """States that every sound capture holds."""
+        return (
+            [t for t in self.sound[0].taps if all(t in c.readers for c in self.sound)] if self.sound else []
+        )
+
+    def told(self) -> list[str]:
+        """What was mended, and what could not be: at most one remark each."""
+        parts: dict[str, list[str]] = {}
+        for name, mended in self.touched.items():
+            for part, what in mended.what.items():
+                parts.setdefault(part, []).append(f"{name}: {what}")
+        lines = self.changes + [f"{part} of {len(w)} captures ({w[0]})" for part, w in parts.items()]
+        remarks = [f"mended for the search: {'; '.join(lines)}"] if lines else []
+        if lost := len({name for name, _ in self.broken} - {c.name for c in self.sound}):
+            remarks.append(
+                f"{lost} of {len(self.case.captures)} captures left out: over {100 * LITTLE:.0f} % of their "
+                "ids, or of the rows of a state that the draft takes, cannot be used"
+            )
+        return remarks
 
     @cached_property
     def reference_tap(self) -> Tap | None:
         """A stored tap whose true value is known: the embedding, or any if the target is live."""
-        taps = [t for t in self.sound[0].taps if isinstance(t, Tap)] if self.sound else []
+        taps = [t for t in self.taps if isinstance(t, Tap)]
         if Tap(0) in taps and self.case.head is not None:
             return Tap(0)
         return taps[0] if taps and self.case.live is not None else None
