@@ -90,6 +90,8 @@ def diagnose(case: Case, level: float = 0.05, seed: int = 0) -> Diagnosis:
             f"Nothing among {numbers['tried']} changes beats the declared contract: {_worth(peel.now)}, "
             f"{numbers['conversations']} conversations"
         )
+        if not_run:  # a fault that only they see is not ruled out
+            because += f"; not asked, for want of what they need: {', '.join(not_run)}"
     if case.served is not None and view.changes:
         remarks.append("the engine's counters are not compared: it served the files as they are")
     elif case.served is not None and "search" not in not_run:

@@ -118,7 +118,7 @@ def test_a_draft_that_predicts_nothing_is_not_called_healthy(tiny):
 
 def test_states_that_cannot_be_read_are_the_finding(tiny):
     """Inf in every row of every file: named with the first file's own error; no search, no crash."""
-    broken = tuple(c.with_state(Tap(3), lambda x: x + torch.inf) for c in tiny.captures)
+    broken = tuple(c.with_state(Tap(4), lambda x: x + torch.inf) for c in tiny.captures)
     d = diagnose(replace(tiny, captures=broken))
     assert d.names() == ["fp16_overflow"] and "search" in d.not_run
     assert "NaN or Inf" in d.because
