@@ -1,9 +1,9 @@
 """Norm statistics over a folder of captures, beside reading its files once and the usual one-liners.
 
-    make bench        or        .venv/bin/python bench/norms.py [--captures 12] [--repeats 9]
+    make bench        or        .venv/bin/python bench/norms.py [--captures 4] [--repeats 9]
 
-Two folders: the incident's sample captures, and made-up ones of Kimi-K2.5's width (hidden 7168, bf16,
-512 tokens, 4 states, 29 MB each; written once to `.work/kimi/norms`). Per folder, in one process and in turn:
+Two folders: the incident's sample captures, and made-up ones of the incident's own size (hidden 7168, bf16,
+1,918 tokens, 4 states, 110 MB each; written once to `.work/kimi/norms`). In one process, in turn, for each:
 
 - read: every byte of the files, one after another, into one reused buffer of 1 MB that stays in the cache;
   the files are in the page cache. A plain read on one thread; ours has mapped pages and torch's threads.
@@ -99,8 +99,8 @@ def measured(folder: Path, repeats: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--captures", type=int, default=12, help="of Kimi's width")
-    parser.add_argument("--tokens", type=int, default=512, help="of each")
+    parser.add_argument("--captures", type=int, default=4, help="of Kimi's width")
+    parser.add_argument("--tokens", type=int, default=1918, help="of each")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=ROOT / ".work" / "kimi" / "norms")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "norms.json")

@@ -21,7 +21,7 @@ import torch
 from datasketches import tdigest_double
 from torch import Tensor
 
-from lib.captures import Capture
+from lib.captures import Capture, row_blocks
 from lib.errors import MetricError
 from lib.taps import Stored, Tap
 
@@ -125,8 +125,9 @@ class TapNorms:
 
 
 def position_norms(states: Tensor) -> Tensor:
-    """Euclidean norm per position, (L, H) -> (L,) float32, without an fp32 copy of the states."""
-    return torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
+    """Euclidean norm per position, (L, H) -> (L,) float32, without an fp32 copy of all states."""
+    parts = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in row_blocks(states)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def checked_norms(capture: Capture, tap: Tap | Stored | str) -> Tensor:

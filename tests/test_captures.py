@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lib.captures import Capture, open_capture, open_folder, save_capture
+from lib.captures import BLOCK, Capture, open_capture, open_folder, save_capture
 from lib.checkpoints import load_draft
 from lib.draft import DraftForward
 from lib.errors import CaptureError
@@ -240,6 +240,19 @@ def test_one_state_is_read_without_the_others(tmp_path, rng, layout):
     assert torch.equal(capture.state("layer3"), tensors["hidden_states"][1])
     with pytest.raises(CaptureError, match=r"layer4: .* 1 NaN or Inf values, the first in position 5"):
         capture.state("layer4")
+
+
+def test_one_inf_in_the_last_block_of_a_long_state_is_found(tmp_path, rng):
+    """The check goes block by block: none is left out, and a state without Inf passes."""
+    long = torch.randn(2 * BLOCK // 64 + 5, 64, generator=rng)
+    tensors = {"token_ids": torch.zeros(len(long), dtype=torch.long), "hidden_states": long[:, None].clone()}
+    save_file(tensors, path := tmp_path / "c.safetensors")
+    capture = open_capture(path, taps=("layer3",), loss_mask=torch.ones(len(long)))
+    assert torch.equal(capture.state("layer3"), long)
+    tensors["hidden_states"][-1, 0, 7] = torch.inf
+    save_file(tensors, path)
+    with pytest.raises(CaptureError, match=rf"1 NaN or Inf values, the first in position {len(long) - 1}"):
+        capture.state("layer3")
 
 
 @pytest.mark.parametrize("layout", ["speculators", "workbook"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib.captures import open_capture
+from lib.captures import BLOCK, open_capture, row_blocks
 from lib.errors import MetricError
 from lib.norms import NormStats, TapNorms, norm_statistics, norm_table, position_norms, sink_mask
 from lib.taps import Tap
@@ -100,6 +100,18 @@ def test_bf16_states_are_measured_in_fp32():
     states = torch.full((3, 4096), 300.0, dtype=torch.bfloat16)
     assert position_norms(states).dtype == torch.float32
     assert position_norms(states).tolist() == pytest.approx([300.0 * 64] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [0, 1, 73, 74, 500])
+def test_long_states_are_measured_in_blocks(length, rng):
+    """Rows at and beyond the end of a block: the norms of the whole, in order; slots of a stack too."""
+    width = 7168  # 73 rows a block
+    states = torch.randn(length, 2, width, generator=rng).bfloat16()[:, 1]
+    parts = row_blocks(states)
+    assert [len(p) for p in parts[:-1]] == [BLOCK // width] * (len(parts) - 1) and len(parts[-1]) <= 73
+    assert torch.equal(torch.cat(parts), states)
+    whole = torch.linalg.vector_norm(states.float(), dim=-1)
+    torch.testing.assert_close(position_norms(states), whole, rtol=1e-6, atol=0)
 
 
 def test_table_over_captures(tmp_path, rng):
