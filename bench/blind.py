@@ -428,16 +428,6 @@ def summary(records: Sequence[dict], left_out: dict[str, str]) -> dict:
     for r, s in alone:
         if r["variant"] == FULL:
             confusion[r["keys"][0]][s["top"]] += 1
-    open_to_search = [(r, s) for r, s in both if "search" not in r.get("not_run", {}) and "crash" not in r]
-    stopped = [(r, s) for r, s in both if "search" in r.get("not_run", {})]
-    by_fault = {(r["keys"][0], r["seeds"][0], r["draft"]): s for r, s in alone if r["variant"] == FULL}
-
-    def rest_named(r: dict, s: dict) -> bool:
-        """Whether what a pair hides was named where it was planted alone: what mending the other leaves."""
-        pair = zip(r["keys"], r["seeds"], strict=True)
-        return all(k in s["hits"] or by_fault[k, seed, r["draft"]]["hits"] == [k] for k, seed in pair)
-
-    mended = sum(bool(s["hits"]) and rest_named(r, s) for r, s in stopped)
     return {
         "cases": len(done), "versions": dict(Counter(r["version"] for r in records)),
         "seconds a diagnosis": {
@@ -449,13 +439,7 @@ def summary(records: Sequence[dict], left_out: dict[str, str]) -> dict:
             "both named": ratio(sum(len(s["hits"]) == 2 for _, s in both), len(both)),
             "one named": sum(len(s["hits"]) == 1 for _, s in both),
             "none named": sum(not s["hits"] for _, s in both),
-            "the one that stops the search, where one does": ratio(
-                sum(len(s["hits"]) >= 1 for _, s in stopped), len(stopped)
-            ),
-            "both, once that one is mended": ratio(mended, len(stopped)),
-            "both, where the search could run": ratio(
-                sum(len(s["hits"]) == 2 for _, s in open_to_search), len(open_to_search)
-            ),
+            "with another finding": ratio(sum(bool(s["extra"]) for _, s in both), len(both)),
         },
         "confusion": {k: dict(v.most_common()) for k, v in confusion.items()},
         "misses": {label(r): {"class": r.get("class", "crash"), **s["misses"]}
@@ -639,7 +623,7 @@ def main() -> None:
     print("\n".join(lines({k: v for k, v in found.items() if k not in ("confusion", "synonyms")})))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**stamp(), "texts": TEXTS, "summary": found, "cases": records}, indent=1)
-    args.out.write_text(text.replace(f"{ROOT}/", "") + "\n")
+    args.out.write_text(text.replace(f"{ROOT}/", "").replace("/tmp/blindrepo/", "") + "\n")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from lib.checkpoints import Draft
 from lib.errors import WorkbookError
 
 LITTLE = 0.05  # share of a weight's numbers, of a text's ids or rows, that may be replaced
-FP16_MAX = 65504.0  # Inf in states is what fp16 made of something larger
-ANY_ID = 0  # in place of an id that does not exist; nothing that predicts it is scored
+ANY_ID = 0  # in place of an id that does not exist; nothing that predicts it at depth 0 is scored
+LEFT_OUT = "left out"
 
 
 # ---- weights --------------------------------------------------------------------------------------
@@ -75,13 +75,15 @@ class Mended:
     """A capture without what cannot be used.
 
     Attributes:
-        rows: (L,) bool, positions at which an id or a state was replaced.
+        rows: (L,) bool, positions at which an id or the states were replaced.
+        unscored: (L,) bool, positions that its loss mask therefore leaves out.
         ids: whether an id was; what a live target makes of such a text is of another text.
         what: part -> what was done to it.
     """
 
     capture: Capture
     rows: Tensor
+    unscored: Tensor
     ids: bool
     what: dict[str, str]
 
@@ -89,35 +91,46 @@ class Mended:
 def mended_capture(capture: Capture, vocab: int, needed: Collection) -> Mended | None:
     """What is usable of a capture; None if that is too little.
 
+    A row that is bad in one state is set to 0 in all of them: else a neighbouring tap would look better.
+
     Args:
         vocab: number V of token ids there are.
         needed: taps without which a capture is of no use; another state is left out if much of it is bad.
     """
     what: dict[str, str] = {}
-    rows = beyond = capture.token_ids >= vocab
+    beyond = capture.token_ids >= vocab
+    if int(beyond.sum()) > LITTLE * len(beyond):
+        return None
     if bool(beyond.any()):
-        if int(beyond.sum()) > LITTLE * len(beyond):
-            return None
-        # Position t + 1 is scored on what comes after it too: neither the id nor what predicts it may be.
-        unscored = beyond | torch.cat((beyond[1:], beyond.new_zeros(1)))
-        ids, mask = capture.token_ids.masked_fill(beyond, ANY_ID), capture.loss_mask & ~unscored
-        capture = replace(capture, token_ids=ids, loss_mask=mask)
+        capture = replace(capture, token_ids=capture.token_ids.masked_fill(beyond, ANY_ID))
         what["ids"] = f"{int(beyond.sum())} of {len(beyond)} taken as {ANY_ID}, and not scored"
+    rows = torch.zeros_like(beyond)
     for name in tuple(capture.readers):
         try:
             bad = ~torch.isfinite(capture.unchecked(name)).all(-1)  # (L, H) -> (L,)
         except WorkbookError:
-            bad = torch.ones(len(capture), dtype=torch.bool)
-        if not bool(bad.any()):
-            continue
+            bad = torch.ones_like(beyond)
         if int(bad.sum()) <= LITTLE * len(bad):
-            capture, rows = capture.with_state(name, saturated), rows | bad
-            what[str(name)] = f"Inf in {int(bad.sum())} of {len(bad)} rows taken as {FP16_MAX:.0f}, NaN as 0"
+            rows = rows | bad
         elif name in needed:
             return None
         else:
-            capture, what[str(name)] = _without(capture, name), "left out"
-    return Mended(capture, rows, bool(beyond.any()), what)
+            capture, what[str(name)] = _without(capture, name), LEFT_OUT
+    if bool(rows.any()):
+        capture = capture.with_states(lambda x: x.masked_fill(rows[:, None], 0))
+        what["states"] = f"{int(rows.sum())} of {len(rows)} rows taken as 0, and not scored"
+    # Position t + 1 is scored on the pair (state t, id t + 1) and predicts id t + 2.
+    unscored = beyond | _earlier(beyond) | _later(rows)
+    capture = replace(capture, loss_mask=capture.loss_mask & ~unscored)
+    return Mended(capture, rows | beyond, unscored, bool(beyond.any()), what)
+
+
+def _earlier(at: Tensor) -> Tensor:
+    return torch.cat((at[1:], at.new_zeros(1)))
+
+
+def _later(at: Tensor) -> Tensor:
+    return torch.cat((at.new_zeros(1), at[:-1]))
 
 
 def _without(capture: Capture, name) -> Capture:
@@ -125,11 +138,6 @@ def _without(capture: Capture, name) -> Capture:
     kind = None if name == FINAL else capture.final_kind
     taps = tuple(t for t in capture.taps if t != name)
     return replace(capture, readers=readers, taps=taps, final_kind=kind)
-
-
-def saturated(states: Tensor) -> Tensor:
-    """States with Inf as the largest number of fp16, and NaN as 0."""
-    return torch.nan_to_num(states, nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX)
 
 
 def rotation(states: Tensor, reference: Tensor) -> Tensor | None:

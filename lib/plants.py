@@ -19,13 +19,13 @@ from lib.captures import FINAL, Capture
 from lib.case import Case, Served
 from lib.checkpoints import Draft
 from lib.contract import Rope, Source
-from lib.mending import FP16_MAX
 from lib.taps import Tap, default_triple
 
 Plant = Callable[[Case, torch.Generator], Case]
 Choice = Callable[[tuple[Tap, ...], Case, torch.Generator], Sequence[Tap]]
 DECLARED = Source("checkpoint", "config.json")  # a planted field looks like any other in the file
 BLOCK = 16  # tokens in a page of an engine's cache (vLLM's default block size)
+FP16_MAX = 65504.0
 OUTLIER = 0.9  # share of the largest activation from which a number is an outlier like it
 DEFAULT_THETA = 10000.0  # of a config class that finds no rope_theta
 

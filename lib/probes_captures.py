@@ -5,12 +5,14 @@ P1, P2, ... are the probes of the formats reference, section B.0. Axes: L positi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from scipy.stats import binom
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lib.captures import Capture
+from lib.captures import FINAL, Capture
 from lib.case import Finding
 from lib.draft import DraftForward
 from lib.mending import rotation
@@ -41,8 +43,9 @@ def readable(view: View) -> Seen:
                 kind, "readable", first.field, first.found, after,
                 (f"{len({name for name, _ in errors})} of {n} captures: {first}",),
             )  # fmt: skip
+    used = {c.name for c in view.sound}
     for (name, part), error in view.broken.items():
-        if (name, part) not in ids and (name, part) not in others:
+        if name not in used and (name, part) not in ids and (name, part) not in others:
             yield f"{name} could not be used: {error}"
     for error in view.case.unread:
         yield f"not read: {error}"
@@ -111,7 +114,7 @@ def slots(view: View) -> Seen:
             view.settled.add("taps")  # any other state would be better than none
             yield Finding(
                 "slot_zero", "slots", f"state {tap}", "zero", "the target's state",
-                (f"every number is 0 in {len(some)} of {len(some)} captures looked at",),
+                (f"every number of {tap} is 0 in {len(some)} of {len(some)} captures looked at",),
             )  # fmt: skip
     for i, a in enumerate(view.taps):
         for b in view.taps[i + 1 :]:
@@ -136,7 +139,7 @@ def rows(view: View) -> Seen:
         good = _near(x, ref)
         if capture.name in view.touched:
             good |= view.touched[capture.name].rows
-        if float(good.float().mean()) >= SOUND:
+        if float(good.double().mean()) >= SOUND:
             continue
         size, cosine = (
             x.norm(dim=-1) / ref.norm(dim=-1).clamp(min=1e-9),
@@ -150,7 +153,7 @@ def rows(view: View) -> Seen:
             foreign[capture.name] = float(good.float().mean())
     n = len(files)
     if turned:
-        _turn_back(view, [t[0] for t in turned])
+        _turn_back(view, [t[0] for t in turned], n)
         size, cosine = (sum(t[k] for t in turned) / len(turned) for k in (1, 2))
         yield Finding(
             "states_rotated", "rows", f"state {tap}", "rotated", "in the target's own basis",
@@ -180,18 +183,44 @@ def rows(view: View) -> Seen:
         )
 
 
-def _turn_back(view: View, turned: list[Capture]) -> None:
-    """Undo one rotation of all states where the rows determine it; else nothing can be searched for."""
+def _turn_back(view: View, turned: list[Capture], n: int) -> None:
+    """Undo one rotation of all stored states where the rows determine it; else no search makes sense.
+
+    Args:
+        turned: the rotated ones of `n` files.
+    """
     tap = view.reference_tap
-    view.stop = f"the states are rotated, by what {len(turned)} files do not determine"
-    pairs = [(c.state(tap).float(), view.reference(c)) for c in turned]
-    q = rotation(*(torch.cat(rows) for rows in zip(*pairs, strict=True)))
-    if q is None or len(turned) < len(view.sound):
+    if len(turned) < n:
+        view.stop = f"the states of {len(turned)} of {n} files are rotated"
         return
-    if all(float(_near(x @ q.T, ref).float().mean()) >= SOUND for x, ref in pairs):
-        view.sound = [c.with_states(lambda x: x.float() @ q.T) for c in view.sound]
+    pairs = []
+    for c in turned:
+        kept = ~view.touched[c.name].rows if c.name in view.touched else torch.ones(len(c), dtype=torch.bool)
+        pairs.append((c.state(tap).float()[kept], view.reference(c)[kept]))
+    q = rotation(*(torch.cat(rows) for rows in zip(*pairs, strict=True)))
+    if q is None:
+        view.stop = f"the states are rotated, by what the rows of {n} files do not determine"
+    elif not all(float(_near(x @ q.T, ref).double().mean()) >= SOUND for x, ref in pairs):
+        view.stop = "the states are rotated, not all by one rotation"
+    else:
+        view.sound = [_turned(view, c, q) for c in view.sound]
         view.changes.append(f"every state turned back by the rotation between {tap} and what it must be")
-        view.stop = ""
+
+
+def _turned(view: View, capture: Capture, q: Tensor) -> Capture:
+    """The capture with its states turned back; the final one only if more next tokens follow from it then."""
+    back = capture.with_states(lambda x: x.float() @ q.T)
+    if FINAL not in capture.readers:
+        return back
+    at = capture.loss_mask[1:].nonzero().flatten()
+    hits = {}
+    for name, c in (("turned", back), ("as stored", capture)):
+        if view.head_fits and len(at):
+            logits = view.case.head.logits(c.final()[at], final_kind=capture.final_kind or "pre_norm")
+            hits[name] = int((logits.argmax(-1) == capture.token_ids[at + 1]).sum())
+    if hits and hits["turned"] > hits["as stored"]:
+        return back
+    return replace(back, readers={**back.readers, FINAL: capture.readers[FINAL]})
 
 
 def _near(x: Tensor, ref: Tensor) -> Tensor:
@@ -203,7 +232,7 @@ def _shift(x: Tensor, ref: Tensor, good: Tensor) -> tuple[int, int] | None:
     """(first wrong row, shift) if the head of the file agrees and its tail is that of later tokens."""
     start = int((~good).nonzero()[0])
     for by in range(1, min(PAGE, len(x) - start - 1) + 1):
-        if float(_near(x[start : len(x) - by], ref[start + by :]).float().mean()) >= SOUND and start:
+        if float(_near(x[start : len(x) - by], ref[start + by :]).double().mean()) >= SOUND and start:
             return start, by
     return None
 

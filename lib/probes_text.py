@@ -37,12 +37,12 @@ def _agreement(view: View, states: Sequence[Tensor], kind: str) -> tuple[int, in
     return hits, sum(map(len, truth))
 
 
-@probe("final", "captures", "head", "final")
+@probe("final", "captures", "fits", "final")
 def final(view: View) -> Seen:
     """Final states: pre- or post-norm, of the last block, and does the text follow them? (P8)."""
     captures, head = view.finals, view.case.head
     if not captures:
-        yield "the final states cannot be judged: no position of theirs is scored"
+        yield "the final states cannot be judged: none is of a sound text with a scored position"
     if not captures or view.stop:
         return
     claim = captures[0].final_kind
@@ -127,7 +127,7 @@ def text(view: View) -> Seen:
             )  # fmt: skip
 
 
-@probe("targets", "captures", "head", "final")
+@probe("targets", "captures", "fits", "final")
 def targets(view: View) -> Seen:
     """Does the draft say what the head makes of an inner state, not what the text says? (P8, fault 6)."""
     draft, head = view.case.draft, view.case.head

@@ -35,7 +35,7 @@ def weights(view: View) -> Seen:
     for name, x in tensors.items():
         if not bool(x.any()) and not name.endswith("bias"):
             yield Finding("layer_unloaded", "weights", name, "zero", "trained weights",
-                          (f"all {x.numel()} numbers are 0",))  # fmt: skip
+                          (f"all {x.numel()} numbers of {name} are 0",))  # fmt: skip
     if draft.fc is not None:
         blocks = [float(b.float().norm()) for b in draft.fc.chunk(draft.n_slots, 1)]
         for i, size in enumerate(blocks):
@@ -69,8 +69,8 @@ def _layers(view: View) -> Seen:
     if draft.fc is not None and draft.layers[0].hidden_norm is None:
         yield Finding("hidden_norm_lost", "weights", "layers.0.hidden_norm", "no such weight",
                       "hidden_norm.weight", ("the draft has fc and no hidden_norm",))  # fmt: skip
-        ones = torch.ones(draft.hidden_size, dtype=draft.norm.dtype)
-        first = replace(draft.layers[0], hidden_norm=ones)
+        first = replace(draft.layers[0], hidden_norm=torch.ones_like(draft.norm))
+        view.settled.add("head_norm")  # without the trained weight the size of everything behind is another
         view.case = replace(view.case, draft=replace(draft, layers=(first, *draft.layers[1:])))
         view.changes.append("layers.0.hidden_norm taken as 1")
     stated = draft.config.get("transformer_layer_config", draft.config).get("num_hidden_layers")

@@ -10,6 +10,7 @@ Axes: L positions, H hidden, V target vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from torch import Tensor
 from lib.captures import FINAL, Capture
 from lib.case import Case, Finding
 from lib.errors import WorkbookError
-from lib.mending import LITTLE, Mended, mended_capture, nonfinite, with_zeros
+from lib.mending import LEFT_OUT, LITTLE, Mended, mended_capture, nonfinite, with_zeros
 from lib.taps import Stored, Tap
 
 Seen = Iterator["Finding | str"]
@@ -43,6 +44,7 @@ NEEDS: dict[str, tuple[str, Callable[[View], bool]]] = {
         "the target's head, as wide as the draft",
         lambda v: v.case.head is not None and v.case.head.hidden_size == v.case.draft.hidden_size,
     ),
+    "fits": ("the target's head, as wide as the states and with all ids", lambda v: v.head_fits),
     "live": ("the live target", lambda v: v.case.live is not None),
     "captures": ("a capture that can be read", lambda v: bool(v.sound)),
     "final": ("final states", lambda v: any(FINAL in c.readers for c in v.sound)),
@@ -110,7 +112,12 @@ class View:
             elif (mended := mended_capture(capture, vocab, self.case.draft.contract.taps)) is not None:
                 kept.append(mended.capture)
                 self.touched[capture.name] = mended
-        return kept
+        # A spare state that few files lack is worth more than those files: it may be the one to try.
+        spare = Counter(part for m in self.touched.values() for part, w in m.what.items() if w == LEFT_OUT)
+        rare = {part for part, n in spare.items() if part != FINAL and 2 * n <= len(kept)}
+        poor = {name for name, m in self.touched.items() if rare & m.what.keys()}
+        self.touched = {name: m for name, m in self.touched.items() if name not in poor}
+        return [c for c in kept if c.name not in poor]
 
     @property
     def stored(self) -> list[Capture]:
@@ -122,8 +129,12 @@ class View:
     def judged(self) -> list[Capture]:
         """Sound captures with scored positions; if every mask is empty, all, with every position scored."""
         if self.sound and not any(bool(c.loss_mask.any()) for c in self.stored):
-            return [replace(c, loss_mask=torch.ones_like(c.loss_mask)) for c in self.sound]
+            return [replace(c, loss_mask=self._all_scored(c)) for c in self.sound]
         return [c for c in self.sound if len(c.scored)]
+
+    def _all_scored(self, capture: Capture) -> Tensor:
+        touched = self.touched.get(capture.name)
+        return torch.ones_like(capture.loss_mask) if touched is None else ~touched.unscored
 
     @property
     def taps(self) -> list[Tap | Stored]:
@@ -133,7 +144,7 @@ class View:
         )
 
     def told(self) -> list[str]:
-        """What was mended, and what could not be: at most one remark each."""
+        """What was mended, left out, or not searched: at most one remark each."""
         parts: dict[str, list[str]] = {}
         for name, mended in self.touched.items():
             for part, what in mended.what.items():
@@ -143,21 +154,33 @@ class View:
         if lost := len({name for name, _ in self.broken} - {c.name for c in self.sound}):
             remarks.append(
                 f"{lost} of {len(self.case.captures)} captures left out: over {100 * LITTLE:.0f} % of their "
-                "ids, or of the rows of a state that the draft takes, cannot be used"
+                "ids, or of the rows of a state, cannot be used"
             )
+        if self.settled:
+            remarks.append(f"not searched, because of what was found: {', '.join(sorted(self.settled))}")
         return remarks
+
+    @cached_property
+    def head_fits(self) -> bool:
+        """Whether the head is of the target that was captured, by its sizes."""
+        head, files = self.case.head, self.sound
+        if head is None:
+            return False
+        return all(
+            c.hidden_size == head.hidden_size and int(c.token_ids.max()) < len(head.embed) for c in files
+        )
 
     @cached_property
     def reference_tap(self) -> Tap | None:
         """A stored tap whose true value is known: the embedding, or any if the target is live."""
         taps = [t for t in self.taps if isinstance(t, Tap)]
-        if Tap(0) in taps and self.case.head is not None:
+        if Tap(0) in taps and self.head_fits:
             return Tap(0)
         return taps[0] if taps and self.case.live is not None else None
 
     def reference(self, capture: Capture) -> Tensor:
         """(L, H) what the state at `reference_tap` has to be."""
-        if self.reference_tap == Tap(0) and self.case.head is not None:
+        if self.reference_tap == Tap(0) and self.head_fits:
             return self.case.head.embed[capture.token_ids].float()
         return self.recomputed(capture, (self.reference_tap,))[self.reference_tap]
 
@@ -200,8 +223,11 @@ def run_probes(view: View, names: Iterable[str] = ()) -> tuple[list[Finding], li
         if lacking:
             not_run[check.name] = "it needs " + " and ".join(dict.fromkeys(lacking))
             continue
-        for found in check.run(view):
-            (findings if isinstance(found, Finding) else remarks).append(found)
+        try:
+            for found in check.run(view):
+                (findings if isinstance(found, Finding) else remarks).append(found)
+        except WorkbookError as err:
+            not_run[check.name] = str(err)
     return findings, remarks, not_run
 
 
