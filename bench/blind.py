@@ -513,7 +513,8 @@ def kept(task: Task, work: Path, bases: Bases) -> dict:
     known = json.loads(full.read_text()) if task.variant == HEADLESS and full.is_file() else {}
     record = run(task, bases, known if known.keys() >= set(KNOWN) else None)
     half = path.with_suffix(".part")
-    half.write_text(json.dumps(record, indent=1, default=list) + "\n")
+    text = json.dumps(record, indent=1, default=list)
+    half.write_text(text.replace(f"{ROOT}/", "") + "\n")  # wherever this checkout lies
     half.rename(path)
     return json.loads(path.read_text())
 
@@ -623,7 +624,7 @@ def main() -> None:
     print("\n".join(lines({k: v for k, v in found.items() if k not in ("confusion", "synonyms")})))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**stamp(), "texts": TEXTS, "summary": found, "cases": records}, indent=1)
-    args.out.write_text(text.replace(f"{ROOT}/", "").replace("/tmp/blindrepo/", "") + "\n")
+    args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def test_summary(healthy):
     assert found[FULL]["controls accused"] == "1/2" and found[HEADLESS]["clear"] == "0/1"
     assert found["pairs"]["both named"] == "1/2"
     assert found["seconds a diagnosis"]["cpu"] == {"median": 0.5, "longest": 0.5}
-    assert found["pairs"]["both, where the search could run"] == "1/1"
+    assert found["pairs"]["with another finding"] == "0/2"
     assert found["confusion"]["feedback"] == {"feedback": 1, "norm_ones": 1}
     assert found["misses"]["feedback (seed 1) on a"]["feedback"].startswith("named norm_ones instead")
     assert "only rope: a -> b differs" in found["invisible here"]["rope_llama3 (seed 0) on a"]
