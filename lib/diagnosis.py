@@ -228,7 +228,7 @@ class _Peel:
             [c for c in every if c.field in SCALES],
             [c for c in every if c.deep],
         )
-        for runners in groups:
+        for runners in filter(None, groups):  # a group may be settled
             base = Candidate("", "", "", self.contract, self.draft, runners[0].deep)
             raced = bench.race(base, runners, every)
             wins = raced.significant(self.level)

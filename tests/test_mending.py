@@ -271,6 +271,14 @@ def test_replaced_rows_are_no_rows_of_another_text(healthy):
     assert sorted(d.names()) == ["engine_all_or_nothing", "ids_beyond"]
 
 
+def test_a_whole_group_of_candidates_may_be_settled(tiny):
+    """Without hidden_norm the head's norm is not searched, and nothing else only scales: said, and no crash."""
+    layer = replace(tiny.draft.layers[0], hidden_norm=None)
+    d = diagnose(replace(tiny, draft=replace(tiny.draft, layers=(layer, *tiny.draft.layers[1:]))))
+    assert "hidden_norm_lost" in d.names() and "head_unnormed" not in d.names()
+    assert "not searched, because of what was found: head_norm" in d.remarks
+
+
 def test_a_sure_suspicion_stands_where_no_search_can_try_it(tiny):
     """Three texts: d2t of zeros is no map; one that merely does not ascend stays a remark."""
     few = first(tiny, 3)
