@@ -272,7 +272,7 @@ def test_replaced_rows_are_no_rows_of_another_text(healthy):
 
 
 def test_a_whole_group_of_candidates_may_be_settled(tiny):
-    """Without hidden_norm the head's norm is not searched, and nothing else only scales: said, and no crash."""
+    """Without hidden_norm the head's norm is not searched, and nothing else only scales: that is said."""
     layer = replace(tiny.draft.layers[0], hidden_norm=None)
     d = diagnose(replace(tiny, draft=replace(tiny.draft, layers=(layer, *tiny.draft.layers[1:]))))
     assert "hidden_norm_lost" in d.names() and "head_unnormed" not in d.names()
