@@ -281,6 +281,19 @@ def screenshot_whole(page: webdriver.Chrome, name: str) -> None:
     time.sleep(1)
 
 
+def play(page: webdriver.Chrome) -> None:
+    """Notebook 06's game: commit to the guess that stands there; diagnosis, truth and score appear."""
+    page.find_element(By.CSS_SELECTOR, ".fault-game button").send_keys(Keys.ENTER)
+
+    def answered() -> bool:
+        text = page.find_element(By.CSS_SELECTOR, ".fault-game").text
+        return all(word in text for word in ("diagnosis:", "truth:", "of 1 so far")) and is_idle(page)
+
+    wait_for("the game's answer", answered, SECONDS_TO_RESPOND)
+    no_error_shown(page)
+    show(page, ".fault-game button")
+
+
 def no_error_shown(page: webdriver.Chrome) -> None:
     """Errors inside a widget are in no cell's outputs: the page has them, styled as stderr."""
     texts = [
@@ -331,6 +344,9 @@ def test_notebook_runs_and_its_explorer_responds(pattern: str, lab: Lab, page: w
             no_error_shown(page)
             show(page, ".explorer")
             screenshot(f"explorer-{i + 1}")
+        if page.find_elements(By.CSS_SELECTOR, ".fault-game"):
+            play(page)
+            screenshot("game")
     except BaseException:
         screenshot("failed")
         raise
