@@ -129,16 +129,12 @@ def slots(view: View) -> Seen:
 def rows(view: View) -> Seen:
     """Rows of another text, shifted, or rotated: each against what it must be (P3, P5)."""
     tap, files = view.reference_tap, view.sound
-    if view.case.head is None or tap != Tap(
-        0
-    ):  # recomputed: an id that was replaced changes all that follows
-        files = [c for c in files if not (c.name in view.touched and view.touched[c.name].ids)][:LIVE_FILES]
+    if view.case.head is None or tap != Tap(0):  # recomputed
+        files = view.own_ids[:LIVE_FILES]
     turned, shifted, foreign = [], {}, {}
     for capture in files:
         x, ref = capture.state(tap).float(), view.reference(capture)
-        good = _near(x, ref)
-        if capture.name in view.touched:
-            good |= view.touched[capture.name].rows
+        good = _near(x, ref) | view.replaced(capture)
         if float(good.double().mean()) >= SOUND:
             continue
         size, cosine = (
@@ -195,7 +191,7 @@ def _turn_back(view: View, turned: list[Capture], n: int) -> None:
         return
     pairs = []
     for c in turned:
-        kept = ~view.touched[c.name].rows if c.name in view.touched else torch.ones(len(c), dtype=torch.bool)
+        kept = ~view.replaced(c)
         pairs.append((c.state(tap).float()[kept], view.reference(c)[kept]))
     q = rotation(*(torch.cat(rows) for rows in zip(*pairs, strict=True)))
     if q is None:
@@ -212,14 +208,11 @@ def _turned(view: View, capture: Capture, q: Tensor) -> Capture:
     back = capture.with_states(lambda x: x.float() @ q.T)
     if FINAL not in capture.readers:
         return back
-    at = capture.loss_mask[1:].nonzero().flatten()
-    hits = {}
-    for name, c in (("turned", back), ("as stored", capture)):
-        if view.head_fits and len(at):
-            logits = view.case.head.logits(c.final()[at], final_kind=capture.final_kind or "pre_norm")
-            hits[name] = int((logits.argmax(-1) == capture.token_ids[at + 1]).sum())
-    if hits and hits["turned"] > hits["as stored"]:
-        return back
+    if view.head_fits:
+        at, kind = capture.loss_mask[1:].nonzero().flatten(), capture.final_kind or "pre_norm"
+        ids = capture.token_ids[at + 1]
+        if view.agreed(back.final(), at, ids, kind) > view.agreed(capture.final(), at, ids, kind):
+            return back
     return replace(back, readers={**back.readers, FINAL: capture.readers[FINAL]})
 
 

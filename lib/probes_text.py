@@ -33,7 +33,7 @@ def _agreement(view: View, states: Sequence[Tensor], kind: str) -> tuple[int, in
     at, truth = view.next_tokens
     hits = 0
     for x, r, ids in zip(states, at, truth, strict=True):
-        hits += int((view.case.head.logits(x[r], final_kind=kind).argmax(-1) == ids).sum())
+        hits += view.agreed(x, r, ids, kind)
     return hits, sum(map(len, truth))
 
 
@@ -89,9 +89,7 @@ def text(view: View) -> Seen:
     hits = n = 0
     surplus = []
     model = view.case.live.model
-    # After an id that was replaced the target continues another text.
-    whole = [c for c in view.sound if not (c.name in view.touched and view.touched[c.name].ids)]
-    for capture in [c for c in whole if c.loss_mask[1:].any()][:LIVE_FILES]:
+    for capture in [c for c in view.own_ids if c.loss_mask[1:].any()][:LIVE_FILES]:
         at = capture.loss_mask[1:].nonzero().flatten()
         with torch.inference_mode():
             x = model.model(input_ids=capture.token_ids[None], use_cache=False).last_hidden_state[0, at]

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from lib.candidates import stored_taps
 from lib.captures import FINAL, Capture
 from lib.case import Case, Finding
 from lib.errors import WorkbookError
@@ -136,12 +137,24 @@ class View:
         touched = self.touched.get(capture.name)
         return torch.ones_like(capture.loss_mask) if touched is None else ~touched.unscored
 
+    def replaced(self, capture: Capture) -> Tensor:
+        """(L,) bool, positions at which an id or the states were replaced."""
+        touched = self.touched.get(capture.name)
+        return torch.zeros_like(capture.loss_mask) if touched is None else touched.rows
+
+    @property
+    def own_ids(self) -> list[Capture]:
+        """Sound captures without a replaced id: after one, a live target continues another text."""
+        return [c for c in self.sound if not (c.name in self.touched and self.touched[c.name].ids)]
+
+    def agreed(self, states: Tensor, at: Tensor, ids: Tensor, kind: str) -> int:
+        """In how many rows `at` (n,) of states (L, H) the head's first choice is the token of ids (n,)."""
+        return int((self.case.head.logits(states[at], final_kind=kind).argmax(-1) == ids).sum())
+
     @property
     def taps(self) -> list[Tap | Stored]:
         """States that every sound capture holds."""
-        return (
-            [t for t in self.sound[0].taps if all(t in c.readers for c in self.sound)] if self.sound else []
-        )
+        return stored_taps(self.sound) if self.sound else []
 
     def told(self) -> list[str]:
         """What was mended, left out, or not searched: at most one remark each."""
